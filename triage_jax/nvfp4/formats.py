@@ -1,0 +1,87 @@
+"""The two number formats of NVFP4: E2M1 codes and E4M3 block scales, as bits and as values on the grid.
+
+E2M1 (OCP Microscaling Formats v1.0, §5.3.3): magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 for codes 0..7, bit 3 the sign.
+E4M3 (OCP 8-bit Floating Point, "E4M3"): bias 7, largest 448, smallest 2⁻⁹, no infinity, NaN 0x7F. Everything rounds to
+nearest, ties to even, and saturates: a plain cast to `float8_e4m3fn` gives NaN above 464 instead.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, UInt8
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_SIGNIFICAND = 23
+_EXPONENT_BITS = np.uint32(0x7F800000)
+
+
+def _round_to_step(x: Float[Array, "..."], smallest: float, significant: int) -> Float[Array, "..."]:
+    """Nearest multiple, ties to even, of the step that a `significant`-bit float has at x, down to 2·`smallest`.
+
+    The step is a power of two, so adding and subtracting 1.5·2²³·step leaves fl32 no other choice than that multiple.
+    Every zero comes out positive. Needs |x| < 2⁶⁰.
+    """
+    floor = np.float32(smallest * 2.0 ** (significant - 1)).view(np.uint32)
+    power = jnp.maximum(lax.bitcast_convert_type(x, jnp.uint32) & _EXPONENT_BITS, floor)
+    # 1.5·2^(23 - (significant - 1)) as an increment of the exponent and the first significand bit.
+    shift = np.uint32(((_SIGNIFICAND - significant + 1) << _SIGNIFICAND) + (1 << (_SIGNIFICAND - 1)))
+    magic = lax.bitcast_convert_type(power + shift, jnp.float32)
+    return (x + magic) - magic
+
+
+def _clip(x: Float[Array, "..."], limit: float) -> Float[Array, "..."]:
+    """x in [-limit, limit]; a NaN stays. Comparisons, because XLA's own max and min cost several instructions."""
+    limit = np.float32(limit)
+    return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
+
+
+def e2m1_round(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Nearest E2M1 value in float32, saturating at ±6; zeros are +0 and a NaN stays NaN."""
+    return _round_to_step(_clip(x.astype(jnp.float32), E2M1_MAX), 0.5, 2)
+
+
+def e4m3_round(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Nearest E4M3 value in float32, saturating at ±448; zeros are +0 and a NaN stays NaN."""
+    return _round_to_step(_clip(x.astype(jnp.float32), E4M3_MAX), 2.0**-9, 4)
+
+
+def e2m1_encode(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    """Code 0..15 of the nearest E2M1 value; keeps the sign of zero, maps NaN to +6, as `cvt.rn.satfinite` does."""
+    x = x.astype(jnp.float32)
+    index = (jnp.abs(e2m1_round(x)) * 2).astype(jnp.uint8)  # 0 1 2 3 4 6 8 12
+    code = jnp.where(index > 4, jnp.where(index > 6, index // 4 + 4, 5), index).astype(jnp.uint8)
+    sign = (lax.bitcast_convert_type(x, jnp.uint32) >> 31).astype(jnp.uint8) << 3
+    return jnp.where(jnp.isnan(x), jnp.uint8(7), code | sign)
+
+
+def e2m1_decode(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """float32 value of each E2M1 code (its low four bits)."""
+    table = jnp.asarray(E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES), jnp.float32)
+    return table[codes & 15]
+
+
+def e4m3_encode(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    """Bits of the nearest E4M3 value, ±448 beyond it; keeps the sign of zero; NaN gives 0x7F or 0xFF."""
+    clipped = _clip(x.astype(jnp.float32), E4M3_MAX)
+    return lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
+
+
+def e4m3_decode(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """float32 value of E4M3 bits."""
+    return lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def pack(codes: UInt8[Array, "... K"]) -> UInt8[Array, "... half"]:
+    """Two codes per byte along the last axis, the even element in the low nibble (the checkpoint layout)."""
+    if codes.shape[-1] % 2:
+        raise ValueError(f"pack: the last axis must be even, got shape {codes.shape}")
+    return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: UInt8[Array, "... half"]) -> UInt8[Array, "... K"]:
+    """Inverse of `pack`."""
+    pairs = jnp.stack([packed & 15, packed >> 4], axis=-1)
+    return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])

@@ -1,0 +1,38 @@
+"""The emulated product's operands: code × block scale in BF16, which holds the product exactly."""
+
+from typing import no_type_check
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, BFloat16, Float, Float32
+
+from triage_jax.nvfp4.formats import e2m1_decode, e2m1_round, e4m3_decode
+from triage_jax.nvfp4.quantize import QuantizedTensor, block_scales, scaled, spread
+from triage_jax.nvfp4.spec import QuantSpec
+
+
+@no_type_check  # the same tree also carries shardings, shapes and masks
+@struct.dataclass
+class Operand:
+    """x ≈ values · scale; an E2M1 code (2 significant bits) times an E4M3 scale (4) is exact in BF16 (8)."""
+
+    values: BFloat16[Array, "... K"]
+    scale: Float32[Array, "..."]
+
+
+def to_operand(x: Float[Array, "... K"], spec: QuantSpec) -> Operand:
+    """Quantise straight to the product's form: equal to `from_quantized(quantize(x, spec))` bit for bit.
+
+    The sign of zero is the one exception (here every zero is +0). Carries no gradient.
+    """
+    x = lax.stop_gradient(x)
+    scales = block_scales(x, spec)
+    values = e2m1_round(scaled(x, scales, spec)) * spread(scales.decode)
+    return Operand(values=values.astype(jnp.bfloat16), scale=scales.global_scale)
+
+
+def from_quantized(q: QuantizedTensor) -> Operand:
+    """The operand of stored codes and scales."""
+    values = e2m1_decode(q.codes) * spread(e4m3_decode(q.scales))
+    return Operand(values=values.astype(jnp.bfloat16), scale=q.global_scale)
