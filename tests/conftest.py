@@ -7,4 +7,4 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-install_import_hook("triage_jax", "beartype.beartype").install()
+install_import_hook("triage_jax", "beartype.beartype")

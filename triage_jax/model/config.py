@@ -57,7 +57,7 @@ class ModelConfig:
                 raise ModelError(f"{name} = {token}: outside the vocabulary, 0 to {self.vocab_size - 1}")
 
     @classmethod
-    def from_hf(cls, config: Json, generation: Json | None = None) -> Self:
+    def from_hf(cls, config: Json, generation: Json | None = None) -> "ModelConfig":
         """Settings from a parsed `config.json`, and `generation_config.json` where there is one.
 
         Both spellings are read: `rope_theta`, or `rope_parameters` holding it. Fields that are absent get
