@@ -31,17 +31,12 @@ class LayerParams:
 
 @flax.struct.dataclass
 class Params:
-    """A whole model. `head` is the output matrix [V, D], tied or not."""
+    """A whole model."""
 
     embed: Leaf  # [V, D]
     layers: LayerParams
     final_norm: Leaf  # [D]
     lm_head: Leaf | None  # [V, D]; None when tied to `embed`
-
-    @property
-    def head(self) -> Leaf:
-        return self.embed if self.lm_head is None else self.lm_head
-
 
 def abstract_params(config: ModelConfig, dtype: jax.typing.DTypeLike) -> Params:
     """Shapes without memory: a Params of `jax.ShapeDtypeStruct`, the one place that states every shape."""
