@@ -1,0 +1,66 @@
+"""From samples to the arrays of one update."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import struct
+from jaxtyping import Bool, Float, Int
+
+from triage_jax.rollout import Sample
+
+type ArrayLike = jax.Array | np.ndarray
+
+
+@struct.dataclass
+class RolloutBatch:
+    """One update's responses, laid out as the sampler saw them: prompts left-padded, responses right-padded."""
+
+    tokens: Int[ArrayLike, "B T"]
+    """Prompt columns first, then the N response columns"""
+    valid: Bool[ArrayLike, "B T"]
+    mask: Bool[ArrayLike, "B N"]
+    """Response tokens that enter the loss"""
+    sampler_logp: Float[ArrayLike, "B N"]
+    advantages: Float[ArrayLike, "B"]
+
+
+def pack_batch(
+    prompts: Sequence[Sequence[int]],
+    samples: Sequence[Sample],
+    advantages: np.ndarray,
+    usable: np.ndarray,
+    *,
+    prompt_width: int,
+    response_width: int,
+) -> RolloutBatch:
+    """Numpy arrays of fixed width for `samples[i]` drawn from `prompts[i]`.
+
+    `usable[i]` False keeps the row (shapes stay fixed) and leaves it out of the loss. Raises ValueError if a prompt or
+    response is wider than its columns, or a sample's ids and log-probabilities differ in length.
+    """
+    rows = len(samples)
+    tokens = np.zeros((rows, prompt_width + response_width), np.int32)
+    valid = np.zeros(tokens.shape, bool)
+    mask = np.zeros((rows, response_width), bool)
+    sampler_logp = np.zeros((rows, response_width), np.float32)
+    for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+        length = len(sample.token_ids)
+        if len(prompt) > prompt_width or length > response_width or length != len(sample.logprobs):
+            raise ValueError(
+                f"sample {sample.uid}: prompt of {len(prompt)} tokens, {length} response ids and "
+                f"{len(sample.logprobs)} log-probabilities; columns hold {prompt_width} + {response_width}"
+            )
+        start, end = prompt_width - len(prompt), prompt_width + length
+        tokens[row, start:prompt_width] = prompt
+        tokens[row, prompt_width:end] = sample.token_ids
+        valid[row, start:end] = True
+        mask[row, :length] = usable[row]
+        sampler_logp[row, :length] = sample.logprobs
+    return RolloutBatch(
+        tokens=tokens,
+        valid=valid,
+        mask=mask,
+        sampler_logp=sampler_logp,
+        advantages=np.where(usable, advantages, 0.0).astype(np.float32),
+    )

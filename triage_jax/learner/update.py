@@ -1,0 +1,202 @@
+"""One update: score the sampled tokens, weigh them once, accumulate the gradient over micro-batches, step or skip."""
+
+from dataclasses import dataclass, field
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from triage_jax.learner.batch import RolloutBatch
+from triage_jax.learner.optimizer import OptimizerConfig, make_optimizer
+from triage_jax.learner.sharding import MeshConfig
+from triage_jax.model import ModelConfig, Numerics, Params, TokenScores, forward, head_of, token_logprobs
+from triage_jax.objective import (
+    Metrics,
+    TokenBatch,
+    Totals,
+    TriageConfig,
+    gate_weights,
+    merge,
+    triage_loss,
+    update_totals,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """How one update is computed; nothing here changes its value beyond rounding."""
+
+    micro_batch: int = 0
+    """Rows per forward and backward pass; 0: all at once. Must divide the rows of an update"""
+    remat: bool = True
+    """Recompute each layer in the backward pass: less memory, and the forward pass is the very program that scores"""
+    max_skipped: int = 3
+    """Stop after this many updates in a row were skipped for a NaN or inf in loss or gradient"""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+    def __post_init__(self) -> None:
+        if self.micro_batch < 0 or self.max_skipped < 1:
+            raise ValueError("learner: micro_batch must not be negative, max_skipped must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """Everything static about an update; hashable, so the functions below compile once per learner and shape."""
+
+    model: ModelConfig
+    numerics: Numerics
+    objective: TriageConfig = field(default_factory=TriageConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    settings: LearnerConfig = field(default_factory=LearnerConfig)
+    temperature: float = 1.0
+    """Of the distribution both log-probabilities belong to"""
+
+
+@struct.dataclass
+class LearnerState:
+    """What the next update depends on. Parameters are the float32 master weights."""
+
+    params: Params
+    opt_state: PyTree
+    step: Int[Array, ""]
+    """Rollouts consumed, skipped ones included"""
+    skipped_in_a_row: Int[Array, ""]
+    skipped: Int[Array, ""]
+
+
+@struct.dataclass
+class UpdateReport:
+    """What an update says about itself, on the device until somebody asks."""
+
+    metrics: Metrics
+    loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    """Global norm before clipping"""
+    update_norm: Float[Array, ""]
+    param_norm: Float[Array, ""]
+    applied: Bool[Array, ""]
+
+
+def init_state(learner: Learner, params: Params) -> LearnerState:
+    """Fresh optimiser state around float32 parameters."""
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+    zero = jnp.zeros((), jnp.int32)
+    return LearnerState(
+        params=params,
+        opt_state=make_optimizer(learner.optimizer).init(params),
+        step=zero,
+        skipped_in_a_row=zero,
+        skipped=zero,
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def score(learner: Learner, params: Params, batch: RolloutBatch) -> TokenScores:
+    """Log-probability and entropy of every response token under the learner, `[B, N]`."""
+    micro = _micro_batches(learner, batch)
+    scores = jax.lax.map(lambda piece: _score(learner, params, piece), micro)
+    return jax.tree.map(_join, scores)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def update(
+    learner: Learner, state: LearnerState, batch: RolloutBatch, old_logp: Float[Array, "B N"]
+) -> tuple[LearnerState, UpdateReport]:
+    """One optimiser step on `batch`, whose tokens had learner log-probabilities `old_logp` before it.
+
+    Gate weights and totals are taken over the whole batch before it is cut, so that neither micro-batches nor devices
+    change loss or gradient. With a NaN or inf in the loss or the gradient, parameters and optimiser stay as they were.
+    """
+    config = learner.objective
+    tokens = TokenBatch(
+        old_logp=old_logp, sampler_logp=batch.sampler_logp, advantages=batch.advantages, mask=batch.mask
+    )
+    weights = gate_weights(old_logp - batch.sampler_logp, batch.advantages, batch.mask, config)
+    totals = update_totals(tokens, weights, config)
+    loss, metrics, grads = _accumulate(learner, state, batch, tokens, weights, totals)
+
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    # A NaN must not reach the moments either: the optimiser sees zeros and its result is thrown away.
+    grads = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), grads)
+    updates, opt_state = make_optimizer(learner.optimizer).update(grads, state.opt_state, state.params)
+    new = optax.apply_updates(state.params, updates)
+    keep = partial(jax.tree.map, lambda after, before: jnp.where(finite, after, before))
+    after = LearnerState(
+        params=keep(new, state.params),
+        opt_state=keep(opt_state, state.opt_state),
+        step=state.step + 1,
+        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+        skipped=state.skipped + ~finite,
+    )
+    report = UpdateReport(
+        metrics=metrics,
+        loss=loss,
+        grad_norm=grad_norm,
+        update_norm=optax.global_norm(updates),
+        param_norm=optax.global_norm(after.params),
+        applied=finite,
+    )
+    return after, report
+
+
+def _score(learner: Learner, params: Params, batch: RolloutBatch) -> TokenScores:
+    """Hidden states at the last prompt column and all response columns but the last predict the response."""
+    hidden = forward(
+        params, batch.tokens, batch.valid, learner.model, learner.numerics, remat=learner.settings.remat
+    )
+    width = batch.mask.shape[1]
+    return token_logprobs(
+        hidden[:, -width - 1 : -1], head_of(params), batch.tokens[:, -width:], temperature=learner.temperature
+    )
+
+
+def _accumulate(
+    learner: Learner,
+    state: LearnerState,
+    batch: RolloutBatch,
+    tokens: TokenBatch,
+    weights: Float[Array, "B N"],
+    totals: Totals,
+) -> tuple[Float[Array, ""], Metrics, Params]:
+    """Sum of loss, metrics and gradient over the micro-batches."""
+
+    def loss_of(params: Params, piece: tuple[RolloutBatch, TokenBatch, Array]) -> tuple[Array, Metrics]:
+        rows, piece_tokens, piece_weights = piece
+        scores = _score(learner, params, rows)
+        return triage_loss(
+            scores.logp,
+            piece_tokens,
+            learner.objective,
+            totals,
+            weights=piece_weights,
+            step=state.step,
+        )
+
+    def add(carry: tuple[Array, Params], piece: tuple[RolloutBatch, TokenBatch, Array]):
+        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, piece)
+        return jax.tree.map(jnp.add, carry, (loss, grads)), metrics
+
+    pieces = _micro_batches(learner, (batch, tokens, weights))
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    (loss, grads), stacked = jax.lax.scan(add, (jnp.zeros(()), zeros), pieces)
+    count = jax.tree.leaves(pieces)[0].shape[0]
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(count)]
+    return loss, reduce(merge, parts), grads
+
+
+def _micro_batches[Tree](learner: Learner, tree: Tree) -> Tree:
+    """`[B, ...]` to `[M, b, ...]`, row r into piece r mod M, so that every device keeps its own rows."""
+    rows = jax.tree.leaves(tree)[0].shape[0]
+    size = learner.settings.micro_batch or rows
+    if rows % size:
+        raise ValueError(f"micro_batch = {size} does not divide the {rows} rows of an update")
+    return jax.tree.map(lambda leaf: leaf.reshape(size, rows // size, *leaf.shape[1:]).swapaxes(0, 1), tree)
+
+
+def _join(leaf: Array) -> Array:
+    """Undo `_micro_batches`."""
+    return leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[2:])

@@ -1,0 +1,185 @@
+"""Forward pass of Qwen3 dense (and Llama, its special case without q/k norm) as pure functions of a parameter pytree.
+
+Two entries share one layer: `forward` for whole sequences (the learner), `forward_cached` for prefill and decode (the
+sampler). Both take left-padded rows; positions count valid tokens only, so padding never shifts a rotary angle.
+Architecture: Qwen3 technical report (arXiv 2505.09388) and the reference implementation in `transformers`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from triage_jax.model.config import ModelConfig
+from triage_jax.model.numerics import Numerics
+from triage_jax.model.params import LayerParams, Params
+from triage_jax.nvfp4 import Operand, quantized_dot
+
+type Attend = Callable[[Array, Array, Array], Array]
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of the slots written so far, all rows at the same slot."""
+
+    keys: Float[Array, "L B S K d"]
+    values: Float[Array, "L B S K d"]
+    valid: Bool[Array, "B S"]
+    slot: Int[Array, ""]
+
+    @classmethod
+    def empty(cls, config: ModelConfig, rows: int, slots: int, dtype: jnp.dtype) -> "KVCache":
+        shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_dim)
+        zeros = jnp.zeros(shape, dtype)
+        return cls(keys=zeros, values=zeros, valid=jnp.zeros((rows, slots), bool), slot=jnp.zeros((), jnp.int32))
+
+
+def forward(
+    params: Params,
+    tokens: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    config: ModelConfig,
+    numerics: Numerics,
+    *,
+    remat: bool = False,
+) -> Float[Array, "B T D"]:
+    """Final hidden states (after the last norm) of whole rows; rows may be padded on either side.
+
+    Values at positions that are not `valid` are finite and mean nothing. `remat` recomputes each layer in the backward
+    pass instead of keeping its activations.
+    """
+    positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
+    steps = jnp.arange(tokens.shape[1])
+    mask = (steps[:, None] >= steps[None, :])[None, None] & valid[:, None, None, :]
+    rotary = _rotary(positions, config)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+    def layer_step(hidden: Array, layer: LayerParams) -> tuple[Array, None]:
+        return _layer(hidden, layer, rotary, attend, config, numerics), None
+
+    if remat:
+        layer_step = jax.checkpoint(layer_step)
+    hidden = _embed(params, tokens, numerics)
+    hidden, _ = jax.lax.scan(layer_step, hidden, params.layers)
+    return _rms_norm(hidden, params.final_norm, config.rms_norm_eps)
+
+
+def forward_cached(
+    params: Params,
+    tokens: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    cache: KVCache,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[Float[Array, "B T D"], KVCache]:
+    """Hidden states of `tokens` written at the cache's next `T` slots (prefill: T = prompt, decode: T = 1)."""
+    count = tokens.shape[1]
+    seen = jax.lax.dynamic_update_slice(cache.valid, valid, (0, cache.slot))
+    before = jnp.sum(cache.valid, axis=1, keepdims=True)
+    positions = jnp.maximum(before + jnp.cumsum(valid, axis=1) - 1, 0)
+    slots = jnp.arange(cache.valid.shape[1])
+    causal = (cache.slot + jnp.arange(count))[:, None] >= slots[None, :]
+    mask = causal[None, None] & seen[:, None, None, :]
+    rotary = _rotary(positions, config)
+
+    def layer_step(carry: tuple[Array, Array, Array], xs: tuple[LayerParams, Array]):
+        hidden, keys, values = carry
+        layer, index = xs
+        written: dict[str, Array] = {}
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            at = (index, 0, cache.slot, 0, 0)
+            written["keys"] = jax.lax.dynamic_update_slice(keys, k[None], at)
+            written["values"] = jax.lax.dynamic_update_slice(values, v[None], at)
+            k_all = jax.lax.dynamic_index_in_dim(written["keys"], index, keepdims=False)
+            v_all = jax.lax.dynamic_index_in_dim(written["values"], index, keepdims=False)
+            return jax.nn.dot_product_attention(q, k_all, v_all, mask=mask)
+
+        hidden = _layer(hidden, layer, rotary, attend, config, numerics)
+        return (hidden, written["keys"], written["values"]), None
+
+    hidden = _embed(params, tokens, numerics)
+    indices = jnp.arange(config.num_layers)
+    carry = (hidden, cache.keys, cache.values)
+    (hidden, keys, values), _ = jax.lax.scan(layer_step, carry, (params.layers, indices))
+    hidden = _rms_norm(hidden, params.final_norm, config.rms_norm_eps)
+    return hidden, KVCache(keys=keys, values=values, valid=seen, slot=cache.slot + count)
+
+
+def head_of(params: Params) -> Float[Array, "V D"]:
+    """The output projection: the embedding where the two are tied."""
+    return params.embed if params.lm_head is None else params.lm_head
+
+
+def logits_of(params: Params, hidden: Float[Array, "*B D"], numerics: Numerics) -> Float[Array, "*B V"]:
+    """Float32 logits in full; for few positions only, `token_logprobs` is the way for whole sequences."""
+    head = head_of(params).astype(numerics.compute_dtype)
+    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _embed(params: Params, tokens: Array, numerics: Numerics) -> Array:
+    return jnp.take(params.embed, tokens, axis=0).astype(numerics.compute_dtype)
+
+
+def _layer(
+    hidden: Array,
+    layer: LayerParams,
+    rotary: tuple[Array, Array],
+    attend: Attend,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> Array:
+    dot = partial(_project, layer=layer, numerics=numerics)
+    x = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+    q, k, v = (_heads(dot(x, name), config.head_dim) for name in ("q", "k", "v"))
+    if config.qk_norm:
+        q = _rms_norm(q, layer.q_norm, config.rms_norm_eps)
+        k = _rms_norm(k, layer.k_norm, config.rms_norm_eps)
+    mixed = attend(_rotate(q, rotary), _rotate(k, rotary), v)
+    hidden = hidden + dot(mixed.reshape(*mixed.shape[:2], -1), "o")
+    x = _rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
+    return hidden + dot(jax.nn.silu(dot(x, "gate")) * dot(x, "up"), "down")
+
+
+def _project(x: Array, name: str, *, layer: LayerParams, numerics: Numerics) -> Array:
+    weight = getattr(layer, name)
+    if not isinstance(weight, Operand):
+        # The learner's master weights are float32; both sides quantise their BF16 rounding (numerics.md §3 row 11).
+        weight = weight.astype(numerics.compute_dtype)
+    return quantized_dot(x, weight, numerics.recipe, numerics.execution_of(name))
+
+
+def _heads(x: Array, head_dim: int) -> Array:
+    return x.reshape(*x.shape[:-1], -1, head_dim)
+
+
+def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    normal = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    gain = scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    return normal.astype(x.dtype) * gain
+
+
+def _rotary(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
+    """Cosine and sine `[B, T, 1, d/2]`, float32."""
+    frequency = _inverse_frequencies(config)[None, None, None, :]
+    angle = positions[..., None, None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """theta^(-2i/d), computed in float64 on the host: XLA's float32 power is an ulp or two off."""
+    return (config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)).astype(np.float32)
+
+
+def _rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
+    """Rotate the halves of each head (the Hugging Face layout): (a, b) -> (a cos - b sin, b cos + a sin)."""
+    cos, sin = (part.astype(x.dtype) for part in rotary)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

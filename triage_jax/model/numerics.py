@@ -1,0 +1,71 @@
+"""Which products of a model run in which number format: a setting, printed at start, never an environment variable."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from triage_jax.model.params import LayerParams, Params
+from triage_jax.nvfp4 import DotRecipe, Execution, QuantSpec, to_operand
+
+MLP = ("gate", "up", "down")
+ATTENTION = ("q", "k", "v", "o")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Numerics of one side's forward pass. Norms, attention scores, embedding and head stay in the compute dtype."""
+
+    execution: Execution = "emulated"
+    """float32, bf16, or emulated (exact two-level NVFP4 W4A4 on any device)"""
+    layers: Literal["mlp", "linear"] = "mlp"
+    """Quantised products: mlp (gate, up, down; the reported 4B recipe) or linear (attention projections too)"""
+    weight: QuantSpec = field(default_factory=lambda: QuantSpec(tile="1x16", scope="tensor"))
+    """How weights are quantised"""
+    activation: QuantSpec = field(default_factory=lambda: QuantSpec(tile="1x16", scope="tensor"))
+    """How activations are quantised"""
+
+    @property
+    def recipe(self) -> DotRecipe:
+        return DotRecipe(weight=self.weight, activation=self.activation)
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(jnp.float32 if self.execution == "float32" else jnp.bfloat16)
+
+    def quantized_names(self) -> tuple[str, ...]:
+        """Names of the weights that run in NVFP4; empty unless the execution is a quantised one."""
+        if self.execution != "emulated":
+            return ()
+        return MLP if self.layers == "mlp" else ATTENTION + MLP
+
+    def execution_of(self, name: str) -> Execution:
+        """Execution of the product with weight `name`: what is not quantised runs in BF16."""
+        if self.execution == "emulated" and name not in self.quantized_names():
+            return "bf16"
+        return self.execution
+
+    def describe(self) -> str:
+        """One line for the start-up summary."""
+        if self.execution != "emulated":
+            return self.execution
+        weight, activation = self.weight, self.activation
+        return (
+            f"NVFP4 W4A4 emulated on {'/'.join(self.quantized_names())}; "
+            f"weights {weight.tile} per {weight.scope} ({weight.rule}), "
+            f"activations {activation.tile} per {activation.scope} ({activation.rule}); the rest BF16"
+        )
+
+
+def serving_params(params: Params, numerics: Numerics) -> Params:
+    """Parameters as a serving engine holds them: quantised weights as operands, everything else in the compute dtype.
+
+    Weights are rounded to BF16 before they are quantised, as an exported checkpoint is (numerics.md §3 row 11).
+    """
+    params = jax.tree.map(lambda leaf: leaf.astype(numerics.compute_dtype), params)
+    quantize = jax.vmap(lambda weight: to_operand(weight, numerics.weight))
+    operands = {name: quantize(getattr(params.layers, name)) for name in numerics.quantized_names()}
+    layers: LayerParams = params.layers.replace(**operands)
+    return params.replace(layers=layers)
+

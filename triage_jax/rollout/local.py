@@ -1,0 +1,233 @@
+"""The in-process engine: a jitted JAX sampler with a KV cache and serving numerics of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from triage_jax.model import (
+    KVCache,
+    ModelConfig,
+    Numerics,
+    Params,
+    forward_cached,
+    logits_of,
+    serving_params,
+)
+from triage_jax.rollout.protocol import (
+    Capabilities,
+    Progress,
+    Request,
+    Sample,
+    SamplingParams,
+    refuse_truncated_distribution,
+)
+from triage_jax.rollout.sampling import draw, row_uniforms
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalEngineConfig:
+    """Shapes of the in-process sampler; every (batch, prompt, length) bucket is compiled once."""
+
+    batch_size: int = 256
+    """Rows decoded together; more requests run in several batches, fewer are padded up"""
+    prompt_bucket: int = 16
+    """Prompts are left-padded to a multiple of this many tokens"""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "prompt_bucket"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; accepted: at least 1")
+
+
+@struct.dataclass
+class _State:
+    """Carry of the decode loop."""
+
+    step: Int[Array, ""]
+    cache: KVCache
+    done: Bool[Array, "B"]
+    tokens: Int[Array, "B N"]
+    logprobs: Float[Array, "B N"]
+    lengths: Int[Array, "B"]
+
+
+class LocalEngine:
+    """Samples with the weights last handed to `update_weights`, quantised by the sampler's numerics once per refit."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        settings: LocalEngineConfig | None = None,
+    ) -> None:
+        self._config = config
+        self._numerics = numerics
+        self._settings = settings or LocalEngineConfig()
+        self._weights: Params | None = None
+        self._version = -1
+        self._prepare = jax.jit(partial(serving_params, numerics=numerics))
+        self._generate = jax.jit(
+            partial(_generate, config=config, numerics=numerics),
+            static_argnames=("limit", "temperature", "stop_ids"),
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            logprobs_follow_temperature=True,
+            deterministic=True,
+            description=f"local JAX sampler, {self._numerics.describe()}",
+        )
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def update_weights(self, params: Params, version: int) -> None:
+        self._weights = self._prepare(params)
+        self._version = version
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress | None = None
+    ) -> list[Sample]:
+        """Draw one sample per request.
+
+        Raises RuntimeError before the first `update_weights`, ValueError for an empty prompt, one that does not fit
+        the model's context, token ids outside the vocabulary, or top-p/top-k truncation.
+        """
+        if self._weights is None:
+            raise RuntimeError("the local engine has no weights yet: call update_weights first")
+        refuse_truncated_distribution(sampling)
+        for request in requests:
+            self._check(request, sampling)
+        samples: list[Sample] = []
+        size = self._settings.batch_size
+        for start in range(0, len(requests), size):
+            samples += self._run_batch(self._weights, requests[start : start + size], sampling)
+            if progress is not None:
+                progress(len(samples), sum(len(sample.token_ids) for sample in samples))
+        return samples
+
+    def close(self) -> None:
+        self._weights = None
+
+    def _check(self, request: Request, sampling: SamplingParams) -> None:
+        ids, limit = request.prompt_ids, self._config.max_position_embeddings
+        if not ids:
+            raise ValueError(f"request {request.uid}: the prompt is empty; at least one token is needed")
+        if min(ids) < 0 or max(ids) >= self._config.vocab_size:
+            raise ValueError(
+                f"request {request.uid}: token ids from {min(ids)} to {max(ids)}; "
+                f"accepted: 0 to {self._config.vocab_size - 1}"
+            )
+        if len(ids) + sampling.max_new_tokens > limit:
+            raise ValueError(
+                f"request {request.uid}: {len(ids)} prompt tokens + {sampling.max_new_tokens} new tokens; "
+                f"the model's context holds {limit}"
+            )
+
+    def _run_batch(
+        self, weights: Params, requests: Sequence[Request], sampling: SamplingParams
+    ) -> list[Sample]:
+        rows, bucket = self._settings.batch_size, self._settings.prompt_bucket
+        width = -(-max(len(request.prompt_ids) for request in requests) // bucket) * bucket
+        tokens = np.zeros((rows, width), np.int32)
+        valid = np.zeros((rows, width), bool)
+        seeds = np.zeros(rows, np.uint32)
+        for row in range(rows):
+            # Rows past the last request repeat it: their samples are dropped, and no amax ever sees foreign values.
+            request = requests[min(row, len(requests) - 1)]
+            tokens[row, width - len(request.prompt_ids) :] = request.prompt_ids
+            valid[row, width - len(request.prompt_ids) :] = True
+            seeds[row] = request.seed & 0xFFFFFFFF
+        state = self._generate(
+            weights,
+            jnp.asarray(tokens),
+            jnp.asarray(valid),
+            jnp.asarray(seeds),
+            limit=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            stop_ids=sampling.stop_ids or self._config.eos_token_ids,
+        )
+        drawn, logprobs, lengths, done = jax.device_get(
+            (state.tokens, state.logprobs, state.lengths, state.done)
+        )
+        return [
+            Sample(
+                uid=request.uid,
+                token_ids=drawn[row, : lengths[row]],
+                logprobs=logprobs[row, : lengths[row]],
+                finish_reason="stop" if done[row] else "length",
+                weight_version=self._version,
+            )
+            for row, request in enumerate(requests)
+        ]
+
+
+def _generate(
+    weights: Params,
+    tokens: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    seeds: UInt32[Array, "B"],
+    *,
+    config: ModelConfig,
+    numerics: Numerics,
+    limit: int,
+    temperature: float,
+    stop_ids: tuple[int, ...],
+) -> _State:
+    """Prefill, then decode until every row has drawn a stop id or `limit` tokens."""
+    rows, width = tokens.shape
+    stops = jnp.asarray(stop_ids, jnp.int32)
+
+    def append(state: _State, logits: Array) -> _State:
+        """Draw the next token of every row that is not done."""
+        token, logprob = _choose(logits, seeds, state.step, temperature)
+        alive = ~state.done
+        token = jnp.where(alive, token, 0)
+        return state.replace(
+            step=state.step + 1,
+            done=state.done | (alive & jnp.any(token[:, None] == stops[None, :], axis=1)),
+            tokens=state.tokens.at[:, state.step].set(token),
+            logprobs=state.logprobs.at[:, state.step].set(jnp.where(alive, logprob, 0.0)),
+            lengths=state.lengths + alive,
+        )
+
+    def unfinished(state: _State) -> Array:
+        return (state.step < limit) & ~jnp.all(state.done)
+
+    def decode(state: _State) -> _State:
+        token = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1)
+        hidden, cache = forward_cached(weights, token, ~state.done[:, None], state.cache, config, numerics)
+        return append(state.replace(cache=cache), logits_of(weights, hidden[:, 0], numerics))
+
+    # The last token drawn is never fed back, so its slot is not needed.
+    cache = KVCache.empty(config, rows, width + limit - 1, numerics.compute_dtype)
+    hidden, cache = forward_cached(weights, tokens, valid, cache, config, numerics)
+    state = _State(
+        step=jnp.zeros((), jnp.int32),
+        cache=cache,
+        done=jnp.zeros(rows, bool),
+        tokens=jnp.zeros((rows, limit), jnp.int32),
+        logprobs=jnp.zeros((rows, limit), jnp.float32),
+        lengths=jnp.zeros(rows, jnp.int32),
+    )
+    state = append(state, logits_of(weights, hidden[:, -1], numerics))
+    return jax.lax.while_loop(unfinished, decode, state)
+
+
+def _choose(
+    logits: Float[Array, "B V"], seeds: UInt32[Array, "B"], step: Int[Array, ""], temperature: float
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    logp = jax.nn.log_softmax(logits / temperature if temperature > 0.0 else logits, axis=-1)
+    if temperature > 0.0:
+        token = draw(logp, row_uniforms(seeds, step))
+    else:
+        token = jnp.argmax(logp, axis=-1).astype(jnp.int32)
+    return token, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]
