@@ -1,0 +1,34 @@
+"""Which answers are too costly to hand to a computer algebra system."""
+
+import re
+
+MAX_CHARACTERS = 200
+MAX_DEPTH = 20
+_TOO_LARGE = re.compile(
+    r"""
+      \^\s*\{?[^{}^]*\^                # a power of a power
+    | \*\*[^*]*\*\*                    # the same, as Python writes it
+    | (?:\^\s*\{?|\*\*)\s*[+-]?\d{5,}  # an exponent of more than four digits
+    | \d[eE][+-]?\d{5,}
+    | \d{5,}\s*!                       # factorial of more than four digits
+    | [\^*\d]\s*[)}\]]\s*!             # factorial of a group that is itself a number
+    | !\s*!
+    | \\[dt]?binom\s*\{?\s*\d{5,}
+    """,
+    re.VERBOSE,
+)
+
+
+def refusal(answer: str) -> str | None:
+    """Why `answer` must not be evaluated, or None if it may be."""
+    if len(answer) > MAX_CHARACTERS:
+        return f"{len(answer)} characters, at most {MAX_CHARACTERS} are read"
+    depth = deepest = 0
+    for character in answer:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        return f"brackets nested {deepest} deep, at most {MAX_DEPTH} are read"
+    if found := _TOO_LARGE.search(answer):
+        return f"{found.group().strip()!r} may be astronomically large"
+    return None
