@@ -1,7 +1,7 @@
 """One update: score the sampled tokens, weigh them once, accumulate the gradient over micro-batches, step or skip."""
 
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from triage_jax.objective import (
     TokenBatch,
     Totals,
     TriageConfig,
+    collapse,
     gate_weights,
-    merge,
     triage_loss,
     update_totals,
 )
@@ -83,13 +83,14 @@ class UpdateReport:
 def init_state(learner: Learner, params: Params) -> LearnerState:
     """Fresh optimiser state around float32 parameters."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
-    zero = jnp.zeros((), jnp.int32)
+    # Three zeros, not one three times: `update` donates the state's buffers, each of which may be given once.
+    step, in_a_row, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
     return LearnerState(
         params=params,
         opt_state=make_optimizer(learner.optimizer).init(params),
-        step=zero,
-        skipped_in_a_row=zero,
-        skipped=zero,
+        step=step,
+        skipped_in_a_row=in_a_row,
+        skipped=skipped,
     )
 
 
@@ -183,9 +184,7 @@ def _accumulate(
     pieces = _micro_batches(learner, (batch, tokens, weights))
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     (loss, grads), stacked = jax.lax.scan(add, (jnp.zeros(()), zeros), pieces)
-    count = jax.tree.leaves(pieces)[0].shape[0]
-    parts = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(count)]
-    return loss, reduce(merge, parts), grads
+    return loss, collapse(stacked), grads
 
 
 def _micro_batches[Tree](learner: Learner, tree: Tree) -> Tree:

@@ -63,7 +63,8 @@ def serving_params(params: Params, numerics: Numerics) -> Params:
 
     Weights are rounded to BF16 before they are quantised, as an exported checkpoint is (numerics.md §3 row 11).
     """
-    params = jax.tree.map(lambda leaf: leaf.astype(numerics.compute_dtype), params)
+    # Copies, even where the dtype is right already: the learner gives its own buffers away at the next update.
+    params = jax.tree.map(lambda leaf: jnp.array(leaf, numerics.compute_dtype, copy=True), params)
     quantize = jax.vmap(lambda weight: to_operand(weight, numerics.weight))
     operands = {name: quantize(getattr(params.layers, name)) for name in numerics.quantized_names()}
     layers: LayerParams = params.layers.replace(**operands)

@@ -1,0 +1,80 @@
+"""Command line of the trainer: tyro over the configuration dataclasses, a YAML file as defaults."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from triage_jax.config import ConfigError, TrainConfig, from_dict, load_yaml
+
+DESCRIPTION = """Train a language model by reinforcement learning with NVFP4 W4A4 on both sides and the TRIAGE objective.
+
+Without arguments: the embedded quickstart, minutes on two CPU cores. --config FILE.yaml takes its fields as defaults;
+every flag below overrides them. --resume continues a run, --overwrite starts it anew, --dry-run prints what would be
+done and stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """What the command line asks for."""
+
+    config: TrainConfig
+    resume: bool
+    overwrite: bool
+    dry_run: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    run: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    config: str | None = None
+    """YAML file with defaults for the fields below"""
+    resume: bool = False
+    """Continue the run at --out from its newest checkpoint"""
+    overwrite: bool = False
+    """Delete the run at --out and start it anew"""
+    dry_run: bool = False
+    """Print the resolved configuration, the batch table and the memory estimate, and stop"""
+
+
+def parse(arguments: Sequence[str]) -> Invocation:
+    """Parse flags over the YAML file they name (`configs/quickstart.yaml` without one).
+
+    Raises ConfigError for a bad file; unknown flags end the process with status 2 and a suggestion, as tyro does.
+    """
+    default = from_dict(TrainConfig, *_defaults(arguments))
+    command = tyro.cli(
+        _Command,
+        prog="python -m triage_jax.train",
+        description=DESCRIPTION,
+        args=list(arguments),
+        default=_Command(run=default),
+    )
+    if command.resume and command.overwrite:
+        raise ConfigError("--resume continues a run and --overwrite deletes it: choose one")
+    return Invocation(
+        config=command.run, resume=command.resume, overwrite=command.overwrite, dry_run=command.dry_run
+    )
+
+
+def _defaults(arguments: Sequence[str]) -> tuple[dict, str]:
+    """The YAML file named by --config, read before tyro builds its flags."""
+    path: Path | None = None
+    for index, argument in enumerate(arguments):
+        if argument == "--config" and index + 1 < len(arguments):
+            path = Path(arguments[index + 1])
+        elif argument.startswith("--config="):
+            path = Path(argument.removeprefix("--config="))
+    path = path or packaged_config("quickstart.yaml")
+    return load_yaml(path), str(path)
+
+
+def packaged_config(name: str) -> Path:
+    """A file of `configs/`: inside the package when installed, beside it in a checkout."""
+    package = Path(str(files("triage_jax")))
+    installed = package / "configs" / name
+    return installed if installed.exists() else package.parent / "configs" / name
+

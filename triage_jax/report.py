@@ -1,0 +1,202 @@
+"""What a person sees of a run: the plan before it, a line per step, a figure and a table after it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from triage_jax.config import TrainConfig, to_dict
+from triage_jax.estimate import memory_estimate
+from triage_jax.metrics import Row, read_metrics
+from triage_jax.model import ModelConfig
+from triage_jax.run import Paths, resolve_model
+from triage_jax.model.load import load_config
+
+# Okabe and Ito's palette: told apart with every common kind of colour blindness.
+BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777"
+
+
+class Progress:
+    """One line per step; on a terminal also a live count of samples while a rollout runs."""
+
+    def __init__(self, steps: int, console: Console | None = None) -> None:
+        self._steps = steps
+        self._console = console or Console(highlight=False)
+        self._status: Status | None = None
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def sampling(self, samples: int, tokens: int) -> None:
+        if not self._console.is_terminal:
+            return
+        text = f"sampling: {samples} samples, {tokens} tokens"
+        if self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        self._status.update(text)
+
+    def step(self, step: int, row: Mapping[str, Any]) -> None:
+        """Print the metrics of one step."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+        self._console.print(step_line(step, self._steps, row), markup=False)
+
+    def held_out(self, step: int, right: int, samples: int) -> None:
+        self.note(f"held out, step {step}: {_share(right, samples)}")
+
+
+def step_line(step: int, steps: int, row: Mapping[str, Any]) -> str:
+    """The progress line of one step."""
+    skipped = "" if row["optimizer/applied"] else "  SKIPPED: loss or gradient not finite"
+    triggered = row["gate/damped_fraction/token"]
+    return (
+        f"{step:>{len(str(steps))}}/{steps}  reward {row['reward/mean/response']:.3f}  "
+        f"|gap| {_number(row['gap/abs_mean/token'], '.4f')} (max {_number(row['gap/max_abs'], '.2f')})  "
+        f"rho_asym {_number(row['rho_asym/raw'], '.2f')}  gated {_number(triggered, '.1%')}  "
+        f"repair {_number(row['repair/active_fraction/segment'], '.0%')}  "
+        f"grad {_number(row['optimizer/grad_norm'], '.2f')}  "
+        f"{row['time/step']:.2f} s (sample {row['time/rollout']:.2f}, learn {row['time/learner']:.2f}, "
+        f"refit {row['time/refit']:.2f})  {row['throughput/tokens_per_second']:.0f} tok/s{skipped}"
+    )
+
+
+def print_plan(config: TrainConfig, model: ModelConfig | None = None, console: Console | None = None) -> None:
+    """What will run: numerics, batch arithmetic, memory; with the whole configuration when there is no model yet."""
+    console = console or Console(highlight=False)
+    dry = model is None
+    if dry:
+        console.print(yaml.safe_dump(to_dict(config), sort_keys=False), markup=False)
+    model = model or load_config(resolve_model(config.model.path))
+    table = Table(title="plan", show_header=False, title_justify="left")
+    for name, value in _plan_rows(config, model):
+        table.add_row(name, value)
+    console.print(table)
+    memory = Table("memory, per device", "MiB", title="estimate", title_justify="left")
+    for name, size in memory_estimate(config, model).items():
+        memory.add_row(name, f"{size / 2**20:,.1f}")
+    if dry:
+        console.print(memory)
+
+
+def print_summary(paths: Paths, console: Console | None = None) -> None:
+    """Before and after, with counts, and where everything lies."""
+    console = console or Console(highlight=False)
+    rows = read_metrics(paths.metrics)
+    evaluations = [row for row in rows if "eval/right" in row]
+    steps = [row for row in rows if "reward/mean/response" in row]
+    table = Table("", "first", "last", title="summary", title_justify="left")
+    if evaluations:
+        first, last = (_share(row["eval/right"], row["eval/samples"]) for row in (evaluations[0], evaluations[-1]))
+        table.add_row("held-out reward", first, last)
+    window = max(1, len(steps) // 10)
+    for label, key, form in (
+        ("training reward", "reward/mean/response", ".3f"),
+        ("mean |gap|, nats", "gap/abs_mean/token", ".4f"),
+        ("rho_asym, raw", "rho_asym/raw", ".2f"),
+        ("gradient norm", "optimizer/grad_norm", ".2f"),
+        ("response length", "response/length_mean", ".1f"),
+    ):
+        if steps:
+            ends = (_mean(steps[:window], key), _mean(steps[-window:], key))
+            table.add_row(label, *(_number(value, form) for value in ends))
+    console.print(table)
+    if steps:
+        seconds = sum(float(row["time/step"] or 0) for row in steps)
+        console.print(f"{len(steps)} steps in {seconds:.0f} s; means over {window} steps at either end")
+    console.print(f"metrics {paths.metrics}\nfigure  {paths.report}\nmodel   {paths.model}", markup=False)
+
+
+def write_report(paths: Paths) -> None:
+    """`report.png`: reward, gap, rho_asym, and what Gate and Repair did, over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = read_metrics(paths.metrics)
+    steps = [row for row in rows if "reward/mean/response" in row]
+    evaluations = [row for row in rows if row.get("eval/reward/response") is not None]
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
+    reward, gap, asymmetry, action = axes.flat
+
+    _line(reward, steps, "reward/mean/response", BLUE, "training, mean of the step", alpha=0.35)
+    _line(reward, steps, "reward/mean/response", BLUE, "training, moving mean", smooth=True)
+    points = [(row["step"], row["eval/reward/response"]) for row in evaluations]
+    reward.plot(*zip(*points, strict=True), "o", color=RED, label="held out") if points else None
+    reward.set(title="Reward", ylabel="mean reward", ylim=(-0.02, 1.02))
+
+    _line(gap, steps, "gap/abs_mean/token", BLUE, "mean |gap|")
+    _line(gap, steps, "gap/max_abs", ORANGE, "max |gap|")
+    gap.set(title="Gap: learner minus sampler log-probability", ylabel="nats", yscale="log")
+
+    _line(asymmetry, steps, "rho_asym/raw", BLUE, "raw", smooth=True)
+    _line(asymmetry, steps, "rho_asym/length_normalised", ORANGE, "length-normalised", smooth=True)
+    _line(asymmetry, steps, "rho_asym/effective", GREEN, "effective (TIS)", smooth=True)
+    asymmetry.axhline(1.0, color=GREY, linewidth=0.8)
+    asymmetry.set(title="Amplifying mass, A < 0 over A > 0 (moving mean)", ylabel="rho_asym", xlabel="step")
+
+    _line(action, steps, "gate/damped_fraction/token", BLUE, "tokens damped by the Gate")
+    _line(action, steps, "repair/active_fraction/segment", ORANGE, "segments under Repair")
+    _line(action, steps, "tis/clip_fraction/token", GREEN, "tokens clipped by TIS")
+    action.set(title="Gate, Repair, TIS", ylabel="share", xlabel="step", ylim=(-0.02, 1.02))
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+    figure.suptitle(str(paths.root))
+    figure.savefig(paths.report, dpi=130)
+    pyplot.close(figure)
+
+
+def _line(axis, rows: Sequence[Row], key: str, color: str, label: str, *, smooth=False, alpha=1.0) -> None:
+    points = [(row["step"], float(row[key])) for row in rows if row.get(key) is not None]
+    if not points:
+        return
+    x, y = zip(*points, strict=True)
+    if smooth:
+        window = max(1, len(y) // 20)
+        y = [sum(y[max(0, i - window) : i + 1]) / len(y[max(0, i - window) : i + 1]) for i in range(len(y))]
+    axis.plot(x, y, color=color, label=label, alpha=alpha, linewidth=1.4)
+
+
+def _plan_rows(config: TrainConfig, model: ModelConfig) -> list[tuple[str, str]]:
+    rollout, rows = config.rollout, config.rollout.rows
+    micro = config.learner.micro_batch or rows
+    mesh = config.learner.mesh
+    objective = config.objective
+    tis = f"TIS [{objective.tis.low:g}, {objective.tis.high:g}]" if objective.tis.enabled else "no TIS"
+    gate = f"Gate {objective.gate.scope}" if objective.gate.enabled else "no Gate"
+    repair = f"Repair {objective.repair.scope}" if objective.repair.enabled else "no Repair"
+    return [
+        ("model", f"{config.model.path} ({model.architecture}, {model.num_layers} layers, width {model.hidden_size})"),
+        ("learner", config.numerics.learner.describe()),
+        ("sampler", config.numerics.sampler.describe()),
+        ("objective", f"{gate}, {repair}, {tis}, {objective.reduction} reduction"),
+        (
+            "batch",
+            f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = {rows} responses a step, "
+            f"{rows // micro} micro-batches of {micro}, mesh data {mesh.data} x fsdp {mesh.fsdp}",
+        ),
+        ("tokens", f"at most {rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} response"),
+        ("steps", f"{config.steps}, learning rate {config.optimizer.learning_rate:g}"),
+        ("out", config.out),
+    ]
+
+
+def _share(right: Any, samples: Any) -> str:
+    return f"{right}/{samples} = {right / samples:.3f}" if samples else "no held-out problems"
+
+
+def _mean(rows: Sequence[Row], key: str) -> float | None:
+    values = [float(row[key]) for row in rows if row.get(key) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _number(value: Any, form: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else format(float(value), form)
