@@ -24,9 +24,11 @@ class ArithmeticConfig:
     terms: operands per problem. operations: drawn evenly; `*` binds tighter than `+` and `-`.
     show_sums: the answer is worked term by term, `3+4+5=` -> `7+5=12`; needs operations `+` and `-` only.
     prompt: must contain `{expression}`; CHAT_TEMPLATE suits instruction-tuned models.
-    match: "exact" compares the whole stripped completion, "last_number" the last number in it (`025` is 25 either way).
-    heldout_fraction: share of all problem texts kept from training, decided by a hash of the text. One-digit sums of
-    two terms are only 100 problems, so that the default keeps about 20 of them from training.
+    match: "exact" compares the whole stripped completion, "last_number" the last number in it (`025` is 25
+    either way).
+    heldout_fraction: share of all problem texts kept from training, decided by a hash of the text.
+    One-digit sums of two terms are only 100 problems, so that the default keeps about 20 of them from
+    training.
     eos: texts at which a completion ends.
     """
 
@@ -43,7 +45,9 @@ class ArithmeticConfig:
 
     def __post_init__(self) -> None:
         if self.digits < 1 or self.terms < 2:
-            raise ValueError(f"digits must be >= 1 and terms >= 2, got digits={self.digits}, terms={self.terms}")
+            raise ValueError(
+                f"digits must be >= 1 and terms >= 2, got digits={self.digits}, terms={self.terms}"
+            )
         if not self.operations or not set(self.operations) <= {"+", "-", "*"}:
             raise ValueError(f"operations must be one or more of '+', '-', '*', got {self.operations}")
         if self.show_sums and "*" in self.operations:
@@ -65,7 +69,9 @@ class ArithmeticTask:
         if self._space <= ENUMERABLE:
             self._training, self._heldout = self._enumerate()
             if not self._training:
-                raise ValueError(f"heldout_fraction={config.heldout_fraction} leaves none of {self._space} to train on")
+                raise ValueError(
+                    f"heldout_fraction={config.heldout_fraction} leaves none of {self._space} to train on"
+                )
 
     @property
     def epoch_size(self) -> int | None:
@@ -123,7 +129,9 @@ class ArithmeticTask:
         for attempt in naturals():
             words = [stable_hash(stream, config.seed, index, attempt, k) for k in range(2 * config.terms)]
             numbers = tuple(word % 10**config.digits for word in words[: config.terms])
-            signs = tuple(config.operations[word % len(config.operations)] for word in words[config.terms + 1 :])
+            signs = tuple(
+                config.operations[word % len(config.operations)] for word in words[config.terms + 1 :]
+            )
             problem = self._problem(numbers, signs)
             if is_heldout(problem.uid, config.heldout_fraction, config.seed) == heldout:
                 return problem
@@ -132,11 +140,10 @@ class ArithmeticTask:
     def _problem(self, numbers: tuple[int, ...], signs: tuple[Operation, ...]) -> Problem:
         config = self.config
         written = [f"{n:0{config.digits}d}" if config.zero_pad else str(n) for n in numbers]
-        expression = written[0] + "".join(sign + number for sign, number in zip(signs, written[1:], strict=True))
-        if config.show_sums:
-            answer = _worked(numbers, signs, written)
-        else:
-            answer = str(_value(numbers, signs))
+        expression = written[0] + "".join(
+            sign + number for sign, number in zip(signs, written[1:], strict=True)
+        )
+        answer = _worked(numbers, signs, written) if config.show_sums else str(_value(numbers, signs))
         return Problem(config.prompt.replace("{expression}", expression), answer, expression)
 
 

@@ -1,4 +1,5 @@
-"""Exact comparison rules that need no computer algebra, and the structure of lists, tuples, sets and intervals.
+"""Exact comparison rules that need no computer algebra, and the structure of lists, tuples, sets and
+intervals.
 
 Every rule answers True, False, or None for "cannot tell"; what stays None goes to the child process.
 """
@@ -23,9 +24,9 @@ MAX_ELEMENTS = 16
 def compare(gold: str, answer: str, leaf: Leaf) -> bool | None:
     """Is `answer` the gold answer? Structure first, then `leaf` on cleaned elements.
 
-    Tuples and intervals compare in order with equal brackets; sets and bare lists compare without order, and a bare
-    list stands for a set or a tuple. `a \\pm b` in a set or list is two elements. `x\\in[2,\\infty)` and `x\\ge 2` are the
-    same interval.
+    Tuples and intervals compare in order with equal brackets; sets and bare lists compare without order,
+    and a bare list stands for a set or a tuple. `a \\pm b` in a set or list is two elements.
+    `x\\in[2,\\infty)` and `x\\ge 2` are the same interval.
     """
     gold, answer = clean(gold), clean(answer)
     if _squeeze(gold) == _squeeze(answer):
@@ -102,7 +103,9 @@ def _squeeze(text: str) -> str:
 
 
 def _as_interval(text: str) -> tuple[str | None, str]:
-    """Variable and interval of `x \\in S`, `a \\le x < b` or `x \\ge a`; (None, text) where it is none of these."""
+    """Variable and interval of `x \\in S`, `a \\le x < b` or `x \\ge a`; (None, text) where it is none of
+    these.
+    """
     if found := _MEMBER.fullmatch(text):
         return found.group(1), found.group(2).strip()
     parts = [part.strip() for part in _RELATION.split(text)]

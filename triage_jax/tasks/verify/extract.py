@@ -12,8 +12,8 @@ _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 def extract_answer(completion: str, eos: Sequence[str] = ()) -> str | None:
     """The stated answer: the last complete `\\boxed{...}`, else the last `<answer>...</answer>`, else None.
 
-    Looks only before the first end-of-sequence text and after the last `</think>`; a thought that was never closed
-    holds no answer.
+    Looks only before the first end-of-sequence text and after the last `</think>`; a thought that was
+    never closed holds no answer.
     """
     text = cut_at_eos(completion, eos)
     text = text[text.rfind("</think>") + len("</think>") :] if "</think>" in text else text
@@ -28,7 +28,8 @@ def extract_answer(completion: str, eos: Sequence[str] = ()) -> str | None:
 def last_boxed(text: str) -> str | None:
     """Content of the `\\boxed{...}` that closes last, boxes within it removed; None if no box is ever closed.
 
-    One pass with a stack, so that a box cut off by the length limit costs nothing and does not hide an earlier one.
+    One pass with a stack, so that a box cut off by the length limit costs nothing and does not hide an
+    earlier one.
     """
     open_braces: list[int | None] = []
     content: str | None = None

@@ -6,8 +6,10 @@ MAX_CHARACTERS = 200
 MAX_DEPTH = 20
 _TOO_LARGE = re.compile(
     r"""
-      \^\s*\{?[^{}^]*\^                # a power of a power
-    | \*\*[^*]*\*\*                    # the same, as Python writes it
+      \^\s*[{(][^{}^]*[\d)]\s*\^       # an exponent that is itself a power of a number; `e^{-x^2}` may pass
+    | \^\s*\{\s*\{?\s*\d+\s*\}\s*\^
+    | (?:\^|\*\*)\s*\d+\s*(?:\^|\*\*)
+    | \*\*\s*\([^()]*\d\s*\*\*
     | (?:\^\s*\{?|\*\*)\s*[+-]?\d{5,}  # an exponent of more than four digits
     | \d[eE][+-]?\d{5,}
     | \d{5,}\s*!                       # factorial of more than four digits

@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _THOUSANDS = re.compile(r"(?<=\d)(?:,\\!\s*|\{,\})(?=\d{3}(?!\d))")
-_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad\b|~|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])")
+_SPACING = re.compile(
+    r"(?<!\\)\\[,;:! ]|\\q?quad\b|~|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])"
+)
 _SYNONYMS = (
     ("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("\\lbrace", "\\{"), ("\\rbrace", "\\}"),
-    ("\\leq", "\\le"), ("\\geq", "\\ge"), ("\\leslant", "\\le"), ("\\geslant", "\\ge"), ("≤", "\\le "), ("≥", "\\ge "),
-    ("−", "-"), ("×", "\\times "), ("·", "\\times "), ("∞", "\\infty "), ("°", ""), ("\\%", "%"), ("\\$", ""), ("$", ""),
+    ("\\leq", "\\le"), ("\\geq", "\\ge"), ("\\leslant", "\\le"), ("\\geslant", "\\ge"),
+    ("≤", "\\le "), ("≥", "\\ge "),
+    ("−", "-"), ("×", "\\times "), ("·", "\\times "), ("∞", "\\infty "),
+    ("°", ""), ("\\%", "%"), ("\\$", ""), ("$", ""),
     ("\\mathrm", "\\text"), ("\\textbf", "\\text"), ("\\textit", "\\text"), ("\\mbox", "\\text"),
 )  # fmt: skip
 _DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
@@ -35,7 +39,9 @@ class Number:
     percent: bool = False
 
     def matches(self, gold: "Number") -> bool:
-        """Equal values; where exactly one of the two has a percent sign, the sign may also be read as a mere unit."""
+        """Equal values; where exactly one of the two has a percent sign, the sign may also be read as a
+        mere unit.
+        """
         if self.value == gold.value:
             return True
         return self.percent != gold.percent and self.value * (100 if self.percent else 1) == gold.value * (
@@ -55,9 +61,11 @@ def clean(answer: str) -> str:
 
 
 def as_number(text: str) -> Number | None:
-    """The value of a cleaned integer, decimal, ratio, mixed number or power-of-ten notation, with or without a unit.
+    """The value of a cleaned integer, decimal, ratio, mixed number or power-of-ten notation, with or without
+    a unit.
 
-    `1,234` is a thousands separator only in groups of three; a lone `\\text{...}` around the number is dropped.
+    `1,234` is a thousands separator only in groups of three; a lone `\\text{...}` around the number is
+    dropped.
     """
     text = _unwrap(text)
     text = _UNIT.sub("", text).strip()

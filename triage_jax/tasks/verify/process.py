@@ -1,7 +1,7 @@
 """The parent's end of the child process: start, ask with a deadline, kill by process id, start again.
 
-No signals, no threads and no pickles are used, so that it works from any thread and leaves the caller's own timers
-alone.
+No signals, no threads and no pickles are used, so that it works from any thread and leaves the caller's
+own timers alone.
 """
 
 import json
@@ -24,8 +24,9 @@ Outcome = Literal["equal", "different", "timeout", "error"]
 class Checker:
     """One child process shared by all threads of this process; asks are served one at a time."""
 
-    def __init__(self, deadline: float = 6.0) -> None:
+    def __init__(self, deadline: float = 6.0, worker: str = WORKER) -> None:
         self.deadline = deadline
+        self.worker = worker
         self.starts = 0
         self.last_error = ""
         self._lock = threading.Lock()
@@ -34,12 +35,16 @@ class Checker:
         self._requests = 0
 
     def start(self) -> None:
-        """Starts the child if it is not running; otherwise the first `ask` does, and takes seconds longer for it."""
+        """Starts the child if it is not running; otherwise the first `ask` does, and takes seconds longer
+        for it.
+        """
         with self._lock:
             self._running()
 
     def ask(self, gold: str, answer: str) -> Outcome:
-        """Compare two answers within the deadline. Raises RuntimeError only if no child can be started at all."""
+        """Compare two answers within the deadline. Raises RuntimeError only if no child can be started at
+        all.
+        """
         with self._lock:
             child = self._running()
             self._requests += 1
@@ -72,7 +77,7 @@ class Checker:
         if self._child is not None and self._child.process.poll() is not None:
             self._end()
         if self._child is None:
-            self._child = _Child()
+            self._child = _Child(self.worker)
             self._stop = weakref.finalize(self, self._child.end)
             self.starts += 1
             try:
@@ -89,13 +94,14 @@ class Checker:
 
 
 class _Child:
-    def __init__(self) -> None:
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
         self.owner = os.getpid()
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
         self.process = subprocess.Popen(
-            [sys.executable, "-m", WORKER],
+            [sys.executable, "-m", worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -117,7 +123,9 @@ class _Child:
         except (TimeoutError, OSError) as error:
             self.errors.seek(0)
             details = self.errors.read().decode(errors="replace").strip()[-2000:]
-            raise RuntimeError(f"the answer checker ({sys.executable} -m {WORKER}) did not start: {details}") from error
+            raise RuntimeError(
+                f"the answer checker ({sys.executable} -m {self.worker}) did not start: {details}"
+            ) from error
 
     def exchange(self, request: dict[str, object], seconds: float) -> dict:
         assert self.process.stdin is not None

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
 
 from triage_jax.tasks.protocol import Status, Verdict
 from triage_jax.tasks.verify.compare import compare, exact
@@ -16,7 +15,9 @@ _STATUS: dict[str, Status] = {"equal": "right", "different": "wrong", "timeout":
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierConfig:
-    """deadline: seconds one comparison may take in the child process. eos: texts at which a completion ends."""
+    """deadline: seconds one comparison may take in the child process. eos: texts at which a completion
+    ends.
+    """
 
     deadline: float = 6.0
     eos: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>")
@@ -29,8 +30,8 @@ class VerifierConfig:
 class MathVerifier:
     """Scores completions; 1.0 for a right answer, else 0.0. Safe to use from any thread.
 
-    The child process starts with the first answer the exact rules cannot decide; it ends with `close`, with the
-    `with` block, when the verifier is collected, or with the interpreter.
+    The child process starts with the first answer the exact rules cannot decide; it ends with `close`,
+    with the `with` block, when the verifier is collected, or with the interpreter.
     """
 
     def __init__(self, config: VerifierConfig | None = None) -> None:
@@ -59,7 +60,7 @@ class MathVerifier:
     def close(self) -> None:
         self.checker.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "MathVerifier":
         return self
 
     def __exit__(

@@ -1,9 +1,9 @@
 """The child process: compares answers with math-verify and sympy, one JSON line in, one out.
 
-Start as `python -m triage_jax.tasks.verify.worker`. A request is `{"id", "gold", "answer", "seconds"}`, a reply
-`{"id", "equal": bool}` or `{"id", "error": str}`; the first line, `{"ready": true}`, comes once the imports are done.
-The process ends at end of file on its input, and by its own alarm (default action, which also ends a long C call)
-when a request outlives its seconds and nobody is left to kill it.
+Start as `python -m triage_jax.tasks.verify.worker`. A request is `{"id", "gold", "answer", "seconds"}`, a
+reply `{"id", "equal": bool}` or `{"id", "error": str}`; the first line, `{"ready": true}`, comes once the
+imports are done. The process ends at end of file on its input, and by its own alarm (default action, which
+also ends a long C call) when a request outlives its seconds and nobody is left to kill it.
 """
 
 import json
@@ -23,7 +23,7 @@ SAMPLES = tuple(Fraction(n, 7) for n in (3, 9, 16, 23, 38, 5, -3, -9, -16, -23, 
 def main() -> None:
     replies = _private_stdout()
     _limit_memory()
-    import math_verify  # noqa: F401, PLC0415  the slow part of starting
+    import math_verify  # noqa: F401  the slow part of starting
 
     logging.disable(logging.CRITICAL)
     _reply(replies, {"ready": True})
@@ -34,7 +34,7 @@ def main() -> None:
             signal.alarm(int(request["seconds"]) + 3)
         try:
             answer = {"equal": compare(request["gold"], request["answer"], algebra) is True}
-        except (Exception, RecursionError) as error:  # noqa: BLE001  any failure of the algebra is a reply
+        except (Exception, RecursionError) as error:  # any failure of the algebra is a reply
             answer = {"error": f"{type(error).__name__}: {error}"[:300]}
         if hasattr(signal, "alarm"):
             signal.alarm(0)
@@ -44,18 +44,20 @@ def main() -> None:
 def algebra(gold: str, answer: str) -> bool:
     """Equality of two single answers, where the exact rules cannot tell.
 
-    Numbers without variables are equal if they agree to 40 digits. Expressions in variables are equal if they agree at
-    all real sample points at which both are real, or, with fewer than three such points, if math-verify says so.
+    Numbers without variables are equal if they agree to 40 digits. Expressions in variables are equal if
+    they agree at all real sample points at which both are real, or, with fewer than three such points, if
+    math-verify says so.
     """
     decided = exact(gold, answer)
     if decided is not None:
         return decided
-    from math_verify import LatexExtractionConfig, parse, verify  # noqa: PLC0415
-    from sympy import Expr  # noqa: PLC0415
+    from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import Expr
 
-    # Only the LaTeX grammar: the plain-expression parser of math-verify ends in sympy's `parse_expr`, which evaluates.
+    # Only the LaTeX grammar: math-verify reads plain expressions with sympy's `parse_expr`: an `eval`.
     parsed_gold, parsed = (
-        parse(f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None) for text in (gold, answer)
+        parse(f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
+        for text in (gold, answer)
     )
     left, right = _expression(parsed_gold), _expression(parsed)
     if isinstance(left, Expr) and isinstance(right, Expr):
@@ -68,7 +70,7 @@ def algebra(gold: str, answer: str) -> bool:
 
 def _expression(parsed: list) -> object:
     """The parsed expression, decimals made exact; None where there is only text."""
-    from sympy import Basic, Float, Rational  # noqa: PLC0415
+    from sympy import Basic, Float, Rational
 
     expression = parsed[0] if parsed else None
     if not isinstance(expression, Basic):
@@ -87,7 +89,7 @@ def _agree(left, right) -> bool | None:
 
 def _agree_on_reals(left, right, symbols) -> bool | None:
     """Agreement wherever both sides are real, on a fixed set of rational points of either sign."""
-    from sympy import Rational  # noqa: PLC0415
+    from sympy import Rational
 
     ordered, usable = sorted(symbols, key=str), 0
     for shift in range(len(SAMPLES)):
@@ -105,7 +107,9 @@ def _agree_on_reals(left, right, symbols) -> bool | None:
 
 
 def _private_stdout() -> TextIO:
-    """A stream of our own on file descriptor 1's target; whatever libraries print goes to standard error instead."""
+    """A stream of our own on file descriptor 1's target; whatever libraries print goes to standard error
+    instead.
+    """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return replies
@@ -114,7 +118,7 @@ def _private_stdout() -> TextIO:
 def _limit_memory() -> None:
     """An address-space limit turns `9^{9^9}` into a MemoryError instead of a machine out of memory."""
     try:
-        import resource  # noqa: PLC0415
+        import resource
     except ImportError:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
