@@ -101,8 +101,12 @@ def block_amax(x: Float[Array, "... K"], spec: QuantSpec) -> UInt32[Array, "... 
 
 
 def _divide(a: Float32[Array, "..."], b: Float32[Array, "..."] | np.float32) -> Float32[Array, "..."]:
-    """a / b correctly rounded; XLA multiplies by 1/b where it sees that b is a constant or one broadcast number."""
-    return a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+    """a / b correctly rounded.
+
+    XLA multiplies by 1/b where it sees that b is one constant or one broadcast number, traced or not, and inside a
+    scan a barrier does not keep it from seeing; a divisor that seems to depend on each a does.
+    """
+    return a / jnp.where(a == a, b, a)
 
 
 def _float(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
@@ -117,7 +121,7 @@ def spread(blocks: Float[Array, "... blocks"]) -> Float[Array, "... K"]:
 def scaled(x: Float[Array, "... K"], scales: BlockScales, spec: QuantSpec) -> Float32[Array, "... K"]:
     """What E2M1 rounds."""
     x, encode = x.astype(jnp.float32), spread(scales.encode)
-    return x / encode if spec.rule == "modelopt" else x * encode
+    return _divide(x, encode) if spec.rule == "modelopt" else x * encode
 
 
 def quantize(x: Float[Array, "... K"], spec: QuantSpec) -> QuantizedTensor:
