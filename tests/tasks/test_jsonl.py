@@ -172,5 +172,7 @@ def test_settings_and_empty_sides(tmp_path, verifier):
         JsonlTask(JsonlConfig(files=(file,), heldout_fraction=1.0), verifier).problem(0)
     with pytest.raises(ValueError, match="must contain"):
         JsonlConfig(files=(file,), prompt="Solve it.")
-    with pytest.raises(ValueError, match="at least one"):
-        JsonlConfig(files=())
+    with pytest.raises(ValueError, match="at least one path"):
+        JsonlTask(JsonlConfig(), verifier)
+    with pytest.raises(ValueError, match="at least one field"):
+        JsonlConfig(files=(file,), prompt_fields=())

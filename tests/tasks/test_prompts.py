@@ -26,7 +26,7 @@ CHAT = """
 
 @pytest.fixture
 def folder(tmp_path):
-    """A byte-level tokenizer in a checkpoint folder: two end-of-sequence ids, a begin token it adds itself."""
+    """A byte-level tokenizer in a checkpoint folder: two end ids, and a begin token it adds itself."""
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -208,10 +208,9 @@ def test_a_child_that_cannot_start_says_why():
 
 def test_prints_in_the_child_do_not_reach_the_protocol():
     script = (
-        "import sys; sys.modules['math_verify'] = sys\n"
-        "from triage_jax.tasks.verify import worker\n"
-        "worker.compare = lambda *_: print('noise') or True\n"
-        "worker.main()"
+        "import sys, types; algebra = types.SimpleNamespace(equal=lambda *_: print('noise') or True)\n"
+        "import triage_jax.tasks.verify; triage_jax.tasks.verify.algebra = algebra\n"
+        "from triage_jax.tasks.verify import worker; worker.main()"
     )
     request = '{"id": 7, "gold": "1", "answer": "2", "seconds": 5}\n'
     run = subprocess.run(

@@ -35,10 +35,15 @@ def compare(gold: str, answer: str, leaf: Leaf) -> bool | None:
         return leaf(gold, answer)
     if "=" not in gold and (found := _ASSIGNED.fullmatch(answer)):
         return compare(gold, found.group(1), leaf)
-    gold_variable, gold = _as_interval(gold)
-    variable, answer = _as_interval(answer)
+    (gold_variable, gold_set), (variable, answer_set) = _as_interval(gold), _as_interval(answer)
+    if _RELATION.search(gold_set) or _RELATION.search(answer_set):
+        return leaf(gold, answer)  # an inequality that must be solved first
     if gold_variable and variable and gold_variable != variable:
         return False
+    return _compare_structure(gold_set, answer_set, leaf)
+
+
+def _compare_structure(gold: str, answer: str, leaf: Leaf) -> bool | None:
     gold_kind, gold_items = _split(gold)
     kind, items = _split(answer)
     if not gold_kind and not kind and len(gold_items) == len(items) == 1:
