@@ -24,10 +24,8 @@ SPECS = [
     QuantSpec(scope="static", static_amax=3.0),
     QuantSpec(tile="16x16", scope="static", static_amax=3.0, rule="modelopt"),
 ]
-MODES = pytest.mark.parametrize("run", [quantize, jax.jit(quantize, static_argnums=1)], ids=["eager", "jit"])
-
-
 JITTED = jax.jit(quantize, static_argnums=1)
+MODES = pytest.mark.parametrize("run", [quantize, JITTED], ids=["eager", "jit"])
 
 
 def settings_of(spec: QuantSpec) -> dict:
@@ -68,8 +66,7 @@ def test_codes_and_scales_equal_the_recorded_reference(name, reference, run):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_equals_twin_on_fresh_inputs(spec, dtype):
+def test_equals_twin_on_fresh_inputs(spec):
     rng = np.random.default_rng()
     for magnitude in (1e-30, 1e-6, 1.0, 1e30):
         x = rng.standard_normal((35, 64)) * magnitude
@@ -77,7 +74,7 @@ def test_equals_twin_on_fresh_inputs(spec, dtype):
         x[5, 16:48] = 0
         x[7] *= rng.choice([1e-3, 1e-6], 64)
         x[8, ::7] *= -1e-12
-        x = x.astype(dtype)
+        x = x.astype(np.float32)
         assert_equals_twin(JITTED(jnp.asarray(x), spec), twin.quantize(x, **settings_of(spec)))
 
 
@@ -92,7 +89,7 @@ def test_division_stays_a_division(run):
 @pytest.mark.parametrize("rule", ["te", "modelopt"])
 def test_mixed_magnitudes_and_subnormals(rule):
     rng = np.random.default_rng()
-    x = (rng.standard_normal((16, 128)) * 10.0 ** rng.uniform(-30, 4, (16, 8)).repeat(16, -1)).astype(
+    x = (rng.standard_normal((35, 64)) * 10.0 ** rng.uniform(-30, 4, (35, 4)).repeat(16, -1)).astype(
         np.float32
     )
     x[0, :16] = 1e-40  # zeros to XLA
@@ -102,16 +99,16 @@ def test_mixed_magnitudes_and_subnormals(rule):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_all_zeros(spec):
-    q = JITTED(jnp.zeros((16, 32)), spec)
+    q = JITTED(jnp.zeros((35, 64)), spec)
     assert not np.asarray(q.codes).any()
     assert np.unique(q.scales).tolist() == [0x38 if spec.rule == "modelopt" else 0]
-    np.testing.assert_array_equal(dequantize(q), np.zeros((16, 32)))
+    np.testing.assert_array_equal(dequantize(q), np.zeros((35, 64)))
 
 
 def test_worked_example():
     """Largest 6: S = 448, block 0 scale E4M3(6·448/6) = 448; block 1, largest 1, E4M3(74.67) = 72, e = 448/72."""
     x = jnp.asarray([6, 3, -1, 0.25] + [0] * 12 + [1, -0.5, 0.1] + [0] * 13, jnp.float32)
-    q = quantize(x, QuantSpec())
+    q = JITTED(x, QuantSpec())
     np.testing.assert_array_equal(q.scales, [0x7E, 0x69])
     assert q.global_scale == np.float32(6) / np.float32(2688)
     np.testing.assert_array_equal(q.codes[:4], [7, 5, 8 | 2, 0])
@@ -122,9 +119,9 @@ def test_worked_example():
 
 def test_dequantised_error_is_bounded():
     """A code is off by at most 1 of its scale's units (the step at 6 is 2), plus saturation up to 1/16."""
-    x = np.random.default_rng().standard_normal((64, 256)).astype(np.float32)
+    x = np.random.default_rng().standard_normal((35, 64)).astype(np.float32)
     back = np.asarray(dequantize(JITTED(jnp.asarray(x), QuantSpec())))
-    amax = np.abs(x).reshape(64, -1, 16).max(-1).repeat(16, -1)
+    amax = np.abs(x).reshape(35, -1, 16).max(-1).repeat(16, -1)
     assert (np.abs(back - x) <= amax / 6 * 1.07).all()
 
 
@@ -151,31 +148,29 @@ def test_leading_axes_share_one_global_scale_or_have_their_own():
     np.testing.assert_array_equal(rows.codes[1, 2], JITTED(jnp.asarray(x[1, 2]), QuantSpec()).codes)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_a_nan_spreads_over_its_scope(dtype):
-    x = jnp.ones((32, 64), dtype).at[4, 20].set(jnp.nan)
+def test_a_nan_spreads_over_its_scope():
+    x = jnp.ones((35, 64)).at[4, 20].set(jnp.nan)
 
     def lost(spec: QuantSpec) -> np.ndarray:
         return np.isnan(np.asarray(dequantize(JITTED(x, spec))))
 
     assert lost(QuantSpec()).all()
-    row = np.zeros((32, 64), bool)
+    row = np.zeros((35, 64), bool)
     row[4] = True
     np.testing.assert_array_equal(lost(QuantSpec(scope="row")), row)
-    block = np.zeros((32, 64), bool)
+    block = np.zeros((35, 64), bool)
     block[4, 16:32] = True
-    np.testing.assert_array_equal(lost(QuantSpec(scope="static", static_amax=1.0)), block)
+    np.testing.assert_array_equal(lost(QuantSpec(scope="static", static_amax=3.0)), block)
     block[:16, 16:32] = True
-    np.testing.assert_array_equal(lost(QuantSpec(tile="16x16", scope="static", static_amax=1.0)), block)
+    np.testing.assert_array_equal(lost(QuantSpec(tile="16x16", scope="static", static_amax=3.0)), block)
 
 
 @pytest.mark.parametrize("rule", ["te", "modelopt"])
 def test_an_infinity_spreads_over_its_scope_and_saturates_a_static_one(rule):
-    x = jnp.ones((4, 64)).at[1, 20].set(-jnp.inf)
+    x = jnp.ones((35, 64)).at[1, 20].set(-jnp.inf)
     assert not np.isfinite(np.asarray(dequantize(JITTED(x, QuantSpec(rule=rule))))).any()
     finite = np.isfinite(np.asarray(dequantize(JITTED(x, QuantSpec(rule=rule, scope="row")))))
-    np.testing.assert_array_equal(finite.any(-1), [True, False, True, True])
-    np.testing.assert_array_equal(finite.all(-1), [True, False, True, True])
+    np.testing.assert_array_equal(finite, np.arange(35)[:, None].repeat(64, 1) != 1)
     static = dequantize(JITTED(x, QuantSpec(rule=rule, scope="static", static_amax=8.0)))
     assert static[1, 20] == -8.0
 
@@ -187,7 +182,7 @@ def test_a_static_range_saturates():
 
 
 def test_vmap_gives_each_layer_its_own_scale():
-    w = np.random.default_rng().standard_normal((3, 16, 32)).astype(np.float32)
+    w = np.random.default_rng().standard_normal((3, 35, 64)).astype(np.float32)
     spec = QuantSpec(tile="16x16")
     stacked = jax.vmap(lambda v: quantize(v, spec))(jnp.asarray(w))
     for layer in range(3):
