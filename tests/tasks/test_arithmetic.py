@@ -20,7 +20,7 @@ settings_of_a_task = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(settings_of_a_task, st.integers(0, 10**6))
 def test_answers_are_right_and_reproducible(chosen, index):
     config = ArithmeticConfig(**chosen)
@@ -38,7 +38,7 @@ def test_answers_are_right_and_reproducible(chosen, index):
     assert task.score(problem.answer + "1", problem).status == "wrong"
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(settings_of_a_task)
 def test_heldout_is_disjoint_from_training(chosen):
     task = ArithmeticTask(ArithmeticConfig(**chosen))

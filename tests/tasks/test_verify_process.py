@@ -59,6 +59,15 @@ def test_a_hanging_request_is_killed_and_the_next_is_served(stub):
     assert stub.starts == starts + 1
 
 
+def test_an_interrupt_leaves_no_stale_reply(stub, monkeypatch):
+    stub.start()
+    monkeypatch.setattr(stub._child, "_read_line", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        stub.ask("18", "18")
+    assert stub.pid is None
+    assert stub.ask("18", "19") == "different"
+
+
 def test_a_stopped_child_is_killed_too(stub):
     stub.start()
     pid = stub.pid

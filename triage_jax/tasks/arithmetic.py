@@ -12,7 +12,7 @@ from triage_jax.tasks.protocol import Problem, Verdict, cut_at_eos, is_heldout, 
 
 Operation = Literal["+", "-", "*"]
 CHAT_TEMPLATE = "What is {expression}? Answer with only the number."
-ENUMERABLE = 20_000
+ENUMERABLE = 10_000
 _NUMBER = re.compile(r"(?:(?<![\w.)])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 
 
@@ -116,7 +116,7 @@ class ArithmeticTask:
     def _enumerate(self) -> tuple[list[Problem], list[Problem]]:
         config, sides = self.config, ([], [])
         operands = product(range(10**config.digits), repeat=config.terms)
-        operations = list(product(config.operations, repeat=config.terms - 1))
+        operations: list[tuple[Operation, ...]] = list(product(config.operations, repeat=config.terms - 1))
         for numbers in operands:
             for signs in operations:
                 problem = self._problem(numbers, signs)
@@ -125,17 +125,24 @@ class ArithmeticTask:
         return sides
 
     def _draw(self, stream: str, index: int, *, heldout: bool) -> Problem:
+        """The first of an endless line of candidates that lies on the wanted side of the split."""
         config = self.config
-        for attempt in naturals():
-            words = [stable_hash(stream, config.seed, index, attempt, k) for k in range(2 * config.terms)]
-            numbers = tuple(word % 10**config.digits for word in words[: config.terms])
-            signs = tuple(
-                config.operations[word % len(config.operations)] for word in words[config.terms + 1 :]
-            )
-            problem = self._problem(numbers, signs)
-            if is_heldout(problem.uid, config.heldout_fraction, config.seed) == heldout:
-                return problem
-        raise AssertionError("unreachable")
+        candidates = (self._candidate(stream, index, attempt) for attempt in naturals())
+        return next(
+            problem
+            for problem in candidates
+            if is_heldout(problem.uid, config.heldout_fraction, config.seed) == heldout
+        )
+
+    def _candidate(self, stream: str, index: int, attempt: int) -> Problem:
+        config = self.config
+        words = [stable_hash(stream, config.seed, index, attempt, k) for k in range(2 * config.terms - 1)]
+        numbers = tuple(word % 10**config.digits for word in words[: config.terms])
+        choices = words[config.terms :]
+        signs: tuple[Operation, ...] = tuple(
+            config.operations[word % len(config.operations)] for word in choices
+        )
+        return self._problem(numbers, signs)
 
     def _problem(self, numbers: tuple[int, ...], signs: tuple[Operation, ...]) -> Problem:
         config = self.config

@@ -27,10 +27,11 @@ def _single(gold: str, answer: str) -> bool:
     decided = exact(gold, answer)
     if decided is not None:
         return decided
+    # A timeout of 0 keeps math-verify from setting alarms of its own: the parent holds the deadline.
     # Only the LaTeX grammar: math-verify reads plain expressions with sympy's `parse_expr`, an `eval`.
     grammar = [LatexExtractionConfig()]
     parsed_gold, parsed = (
-        parse(f"${text}$", extraction_config=grammar, parsing_timeout=None) for text in (gold, answer)
+        parse(f"${text}$", extraction_config=grammar, parsing_timeout=0) for text in (gold, answer)
     )
     left, right = _expression(parsed_gold), _expression(parsed)
     if left is not None and right is not None:
@@ -38,7 +39,7 @@ def _single(gold: str, answer: str) -> bool:
         decided = _agree_on_reals(left, right, symbols) if symbols else _agree(left, right)
         if decided is not None:
             return decided
-    return bool(verify(parsed_gold, parsed, timeout_seconds=None))
+    return bool(verify(parsed_gold, parsed, timeout_seconds=0))
 
 
 def _expression(parsed: list[object]) -> Expr | None:
@@ -46,7 +47,8 @@ def _expression(parsed: list[object]) -> Expr | None:
     expression = parsed[0] if parsed else None
     if not isinstance(expression, Expr):
         return None
-    return expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
+    exactly = expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
+    return exactly if isinstance(exactly, Expr) else None
 
 
 def _agree(left: Expr, right: Expr) -> bool | None:
@@ -69,12 +71,12 @@ def _agree(left: Expr, right: Expr) -> bool | None:
 def _agree_on_reals(left: Expr, right: Expr, symbols: Set[Basic]) -> bool | None:
     """Agreement at every sample point at which both sides are real; None with too few such points.
 
-    So sqrt(1/n) equals 1/sqrt(n), which differ at negative n only by being imaginary there; sqrt(x^2) is not x.
+    So sqrt(1/n) equals 1/sqrt(n), which at negative n, where both are imaginary, differ; sqrt(x^2) is not x.
     """
     ordered, usable = sorted(symbols, key=str), 0
     for shift in range(len(SAMPLES)):
         drawn = (SAMPLES[(shift + 5 * k) % len(SAMPLES)] for k in range(len(ordered)))
-        point = dict(zip(ordered, drawn, strict=True))
+        point = list(zip(ordered, drawn, strict=True))
         values = [value.subs(point).doit() for value in (left, right)]
         rough = [value.evalf(20) for value in values]
         if not all(value.is_number and value.is_finite and value.is_real for value in rough):

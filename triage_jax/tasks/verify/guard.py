@@ -12,8 +12,8 @@ _TOO_LARGE = re.compile(
     | \*\*\s*\([^()]*\d\s*\*\*
     | (?:\^\s*\{?|\*\*)\s*[+-]?\d{5,}  # an exponent of more than four digits
     | \d[eE][+-]?\d{5,}
-    | \d{5,}\s*!                       # factorial of more than four digits
-    | [\^*\d]\s*[)}\]]\s*!             # factorial of a group that is itself a number
+    | \d{5,}\s*[)}\]]?\s*!             # factorial of more than four digits
+    | [({\[][^A-Za-z()]*[\^*!][^A-Za-z()]*[)}\]]\s*!  # of a group of numbers that may have as many; not of (n-1)
     | !\s*!
     | \\[dt]?binom\s*\{?\s*\d{5,}
     """,

@@ -55,10 +55,18 @@ class Checker:
                 self._end()
                 self.last_error = f"{type(error).__name__}: {error}"
                 return "timeout" if isinstance(error, TimeoutError) else "error"
+            except BaseException:  # interrupted: a reply still on its way must not meet the next request
+                self._end()
+                raise
             if "error" in reply:
                 self.last_error = reply["error"]
                 return "error"
             return "equal" if reply["equal"] else "different"
+
+    @property
+    def restarts(self) -> int:
+        """How many children were started after the first."""
+        return max(0, self.starts - 1)
 
     @property
     def pid(self) -> int | None:

@@ -1,9 +1,9 @@
 """The child process: one JSON line in, one out.
 
 Start as `python -m triage_jax.tasks.verify.worker`. A request is `{"id", "gold", "answer", "seconds"}`, a
-reply `{"id", "equal": bool}` or `{"id", "error": str}`; the first line, `{"ready": true}`, comes once the imports
-are done. The process ends at end of file on its input, and by its own alarm (default action, which also ends a
-long C call) when a request outlives its seconds and nobody is left to kill it.
+reply `{"id", "equal": bool}` or `{"id", "error": str}`; the first line, `{"ready": true}`, comes once the
+imports are done. The process ends at end of file on its input, and by its own alarm (default action, which
+also ends a long C call) when a request outlives its seconds and nobody is left to kill it.
 """
 
 import json
