@@ -23,9 +23,8 @@ class Problem:
 class Verdict:
     """Reward of one completion, the answer read from it, and how the reward came about.
 
-    `no_answer`: nothing to compare (then `parsed` is None), or an answer that is not mathematics.
-    `guarded`: refused unread as too costly. `timeout`, `error`: the checker failed, not the policy; watch
-    their share.
+    `no_answer`: none was stated, and `parsed` is None. `guarded`: stated, but refused as too costly to evaluate.
+    `timeout`, `error`: the checker failed, not the policy; watch their share.
     """
 
     reward: float

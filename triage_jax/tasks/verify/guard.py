@@ -13,7 +13,7 @@ _TOO_LARGE = re.compile(
     | (?:\^\s*\{?|\*\*)\s*[+-]?\d{5,}  # an exponent of more than four digits
     | \d[eE][+-]?\d{5,}
     | \d{5,}\s*[)}\]]?\s*!             # factorial of more than four digits
-    | [({\[][^A-Za-z()]*[\^*!][^A-Za-z()]*[)}\]]\s*!  # of a group of numbers that may have as many; not of (n-1)
+    | [({\[][^A-Za-z()]*[\^*!][^A-Za-z()]*[)}\]]\s*!  # of a group of numbers; not of (n-1)
     | !\s*!
     | \\[dt]?binom\s*\{?\s*\d{5,}
     """,
