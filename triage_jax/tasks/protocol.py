@@ -23,7 +23,7 @@ class Problem:
 class Verdict:
     """Reward of one completion, the answer read from it, and how the reward came about.
 
-    `no_answer`: none was stated, and `parsed` is None. `guarded`: stated, but refused as too costly to evaluate.
+    `no_answer`: none was stated, and `parsed` is None. `guarded`: refused as too costly to evaluate.
     `timeout`, `error`: the checker failed, not the policy; watch their share.
     """
 
