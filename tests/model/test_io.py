@@ -112,7 +112,7 @@ def test_mixture_of_experts_is_refused_by_name(tmp_path):
         ({NORM: np.zeros(63, np.float32)}, rf"{NORM} has shape \[63\].*implies \[64\]"),
         ({NORM: np.zeros(64, np.int8)}, f"{NORM} has dtype I8, accepted are"),
         (
-            {"model__norm__weight": np.full(64, np.nan, np.float32)},
+            {NORM: np.full(64, np.nan, np.float32)},
             f"{NORM} holds a value that is not finite",
         ),
         ({NORM: np.full(64, 1e39)}, f"{NORM} holds a value .* not finite as float32"),
