@@ -1,4 +1,4 @@
-"""quantized_dot: values against float64 sums and recorded products, gradients against the straight-through definition."""
+"""quantized_dot: values against float64 sums and recorded products, gradients against their definition."""
 
 import jax
 import jax.numpy as jnp

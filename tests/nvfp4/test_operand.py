@@ -1,4 +1,4 @@
-"""The fast path: equal to quantise-then-decode bit for bit, whatever transforms and shardings it runs under."""
+"""The fast path: equal to quantise-then-decode bit for bit, under every transform and sharding."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def test_equals_quantize_then_decode_on_the_recorded_inputs(name, run):
 
 @MODES
 def test_ties_round_to_even(run):
-    """Largest 6 with A = 2688: S = 1, s = 1, e = 1, so x meets E2M1 unscaled; every tie and both its neighbours."""
+    """Largest 6 with A = 2688: S = 1, s = 1, e = 1, so x meets E2M1 as it is: ties and what follows them."""
     ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
     x = np.concatenate([[6.0], ties, np.nextafter(ties, 9), [0]]).astype(np.float32)
     operand = run(jnp.asarray(np.concatenate([x, -x])), QuantSpec(scope="static", static_amax=2688.0))

@@ -1,7 +1,7 @@
-"""A second NVFP4 quantiser, independent of the package: NumPy, roundings by search in the table of the format.
+"""A second NVFP4 quantiser, independent of the package: NumPy, rounding by search in the table of the format.
 
-Every line is one float32 operation, as numerics demand; the roundings to E2M1 and E4M3 are exact float64 searches.
-`flush` replaces what IEEE would leave subnormal by zero, before and after each operation, as XLA on a CPU does.
+Every line is one float32 operation; the roundings to E2M1 and E4M3 are exact float64 searches. `flush`
+replaces what IEEE arithmetic would leave subnormal by zero, around each operation, as XLA on a CPU does.
 """
 
 import dataclasses

@@ -23,14 +23,15 @@ def quantized_dot(
     """x · wᵀ in x's dtype; w lies output first, as Hugging Face stores it.
 
     execution
-        "float32": the plain product in float32 (float64 if an operand is) at highest precision, with its own gradient.
+        "float32": the plain product in float32 (float64 if an operand is) at highest precision, with its own
+        gradient.
         "bf16": operands cast to BF16, float32 accumulation.
         "emulated": both operands quantised by `recipe` (an `Operand` is taken as it is), the BF16 product of
         code × block scale with float32 accumulation, then times fl(sₓ·s_w) in float32. A native NVFP4 product
         differs from it in the order of accumulation only.
 
-    The last two have a straight-through gradient: dx = g·w, dw = gᵀ·x on the unquantised operands cast to BF16,
-    accumulated in float32. An `Operand` weight has no gradient and enters dx with its dequantised values.
+    The last two have a straight-through gradient: dx = g·w, dw = gᵀ·x on the unquantised operands cast to
+    BF16, accumulated in float32. An `Operand` weight has no gradient and enters dx dequantised.
     Raises ValueError on an unknown execution, on "emulated" without a recipe, on shapes that do not contract.
     """
     if execution not in get_args(Execution):

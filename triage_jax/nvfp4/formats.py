@@ -1,7 +1,7 @@
 """The two number formats of NVFP4: E2M1 codes and E4M3 block scales, as bits and as values on the grid.
 
-E2M1 (OCP Microscaling Formats v1.0, §5.3.3): magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 for codes 0..7, bit 3 the sign.
-E4M3 (OCP 8-bit Floating Point, "E4M3"): bias 7, largest 448, smallest 2⁻⁹, no infinity, NaN 0x7F. Everything rounds to
+E2M1 (OCP Microscaling Formats 1.0): magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 for codes 0..7, bit 3 the sign. E4M3
+(OCP 8-bit Floating Point 1.0): bias 7, largest 448, smallest 2⁻⁹, no infinity, NaN 0x7F. Everything rounds to
 nearest, ties to even, and saturates: a plain cast to `float8_e4m3fn` gives NaN above 464 instead.
 """
 
@@ -19,10 +19,10 @@ _EXPONENT_BITS = np.uint32(0x7F800000)
 
 
 def _round_to_step(x: Float[Array, "..."], smallest: float, significant: int) -> Float[Array, "..."]:
-    """Nearest multiple, ties to even, of the step that a `significant`-bit float has at x, down to 2·`smallest`.
+    """Nearest float of `significant` bits, ties to even, whose subnormal step is `smallest`; zeros are +0.
 
-    The step is a power of two, so adding and subtracting 1.5·2²³·step leaves fl32 no other choice than that multiple.
-    Every zero comes out positive. Needs |x| < 2⁶⁰.
+    With step the power of two that spaces such floats at x, adding and subtracting 1.5·2²³·step leaves
+    float32 no choice but the nearest multiple. Needs |x| < 2⁶⁰.
     """
     floor = np.float32(smallest * 2.0 ** (significant - 1)).view(np.uint32)
     power = jnp.maximum(lax.bitcast_convert_type(x, jnp.uint32) & _EXPONENT_BITS, floor)
@@ -33,7 +33,7 @@ def _round_to_step(x: Float[Array, "..."], smallest: float, significant: int) ->
 
 
 def _clip(x: Float[Array, "..."], limit: float) -> Float[Array, "..."]:
-    """x in [-limit, limit]; a NaN stays. Comparisons, because XLA's own max and min cost several instructions."""
+    """x in [-limit, limit]; a NaN stays. XLA's own max and min would cost several instructions each."""
     limit = np.float32(limit)
     return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
 
@@ -49,7 +49,7 @@ def e4m3_round(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def e2m1_encode(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """Code 0..15 of the nearest E2M1 value; keeps the sign of zero, maps NaN to +6, as `cvt.rn.satfinite` does."""
+    """Code of the nearest E2M1 value; keeps the sign of zero, maps NaN to +6 (as `cvt.rn.satfinite`)."""
     x = x.astype(jnp.float32)
     index = (jnp.abs(e2m1_round(x)) * 2).astype(jnp.uint8)  # 0 1 2 3 4 6 8 12
     code = jnp.where(index > 4, jnp.where(index > 6, index // 4 + 4, 5), index).astype(jnp.uint8)

@@ -29,7 +29,14 @@ def to_operand(x: Float[Array, "... K"], spec: QuantSpec) -> Operand:
     x = lax.stop_gradient(x)
     scales = block_scales(x, spec)
     values = e2m1_round(scaled(x, scales, spec)) * spread(scales.decode)
-    return Operand(values=values.astype(jnp.bfloat16), scale=scales.global_scale)
+    return Operand(values=_exact_bf16(values), scale=scales.global_scale)
+
+
+def _exact_bf16(x: Float32[Array, "..."]) -> BFloat16[Array, "..."]:
+    """BF16 of float32 that it holds exactly; a cast would cost twice for a rounding that never happens."""
+    return lax.bitcast_convert_type(
+        (lax.bitcast_convert_type(x, jnp.uint32) >> 16).astype(jnp.uint16), jnp.bfloat16
+    )
 
 
 def from_quantized(q: QuantizedTensor) -> Operand:

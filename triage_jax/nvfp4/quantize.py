@@ -28,7 +28,11 @@ SMALLEST_SCALE = np.float32(2.0**-9)
 @no_type_check  # the same tree also carries shardings, shapes and masks
 @struct.dataclass
 class QuantizedTensor:
-    """x ≈ e2m1(codes) · e4m3(scales) · global_scale, in the serving layout: a 16×16 scale is repeated over its rows."""
+    """x ≈ e2m1(codes) · e4m3(scales) · global_scale.
+
+    One code a byte. Scales are in the serving layout, one per 16 codes: a 16×16 tile's is repeated over its
+    rows. The global scale is a scalar or [..., 1].
+    """
 
     codes: UInt8[Array, "... K"]
     scales: UInt8[Array, "... blocks"]
@@ -37,10 +41,7 @@ class QuantizedTensor:
 
 @struct.dataclass
 class BlockScales:
-    """Per block: `decode` (on the E4M3 grid) and, under rule "te", the factor `encode` that codes are rounded from.
-
-    Under rule "modelopt" `encode` is a divisor. `global_scale` is A/2688.
-    """
+    """Per block: `decode` on the E4M3 grid and `encode`, a factor on x (rule "modelopt": a divisor of it)."""
 
     decode: Float32[Array, "... blocks"]
     encode: Float32[Array, "... blocks"]
@@ -58,11 +59,12 @@ def block_scales(x: Float[Array, "... K"], spec: QuantSpec) -> BlockScales:
     # Without the barrier XLA would reduce x a second time for the scope's maximum.
     amax = lax.optimization_barrier(block_amax(x, spec))
     if spec.scope == "static":
-        scope_amax = jnp.float32(spec.static_amax)
+        scope_amax = np.float32(spec.static_amax)
+        global_scale = jnp.asarray(scope_amax / RANGE)
     else:
         scope_amax = _float(amax.max(axis=-1, keepdims=True) if spec.scope == "row" else amax.max())
+        global_scale = _divide(scope_amax, RANGE)
     amax = _float(amax)
-    global_scale = _divide(scope_amax, RANGE)
     if spec.rule == "modelopt":
         divisor = jnp.where(global_scale == 0, 1, global_scale)
         ratio = _divide(amax, 6 * divisor)
@@ -82,8 +84,8 @@ def block_scales(x: Float[Array, "... K"], spec: QuantSpec) -> BlockScales:
 def block_amax(x: Float[Array, "... K"], spec: QuantSpec) -> UInt32[Array, "... blocks"]:
     """float32 bits of each block's largest |x|: as integers, magnitudes keep their order and NaNs come last.
 
-    Rows beyond the last full 16×16 tile count as zeros. (XLA:CPU reduces 32-bit integers three times faster than
-    16-bit ones or floats.)
+    Rows beyond the last full 16×16 tile count as zeros. (XLA:CPU reduces 32-bit integers three times faster
+    than 16-bit ones or floats.)
     """
     if x.ndim == 0 or x.shape[-1] % BLOCK or x.size == 0:
         raise ValueError(f"NVFP4 quantises blocks of {BLOCK} along the last axis; got shape {x.shape}")
@@ -103,8 +105,8 @@ def block_amax(x: Float[Array, "... K"], spec: QuantSpec) -> UInt32[Array, "... 
 def _divide(a: Float32[Array, "..."], b: Float32[Array, "..."] | np.float32) -> Float32[Array, "..."]:
     """a / b correctly rounded.
 
-    XLA multiplies by 1/b where it sees that b is one constant or one broadcast number, traced or not, and inside a
-    scan a barrier does not keep it from seeing; a divisor that seems to depend on each a does.
+    XLA multiplies by 1/b where it sees that b is one constant or one broadcast number, traced or not. Inside
+    a scan a barrier does not keep it from seeing; a divisor that seems to depend on every a does.
     """
     return a / jnp.where(a == a, b, a)
 
@@ -125,7 +127,12 @@ def scaled(x: Float[Array, "... K"], scales: BlockScales, spec: QuantSpec) -> Fl
 
 
 def quantize(x: Float[Array, "... K"], spec: QuantSpec) -> QuantizedTensor:
-    """Codes and scales of x; see `block_scales` for the rule. Raises ValueError unless K is a multiple of 16."""
+    """Codes and scales of x by the rule of `block_scales`. Carries no gradient.
+
+    Subnormal numbers count as zeros on a CPU. A NaN makes NaN what shares a scale with it: its whole scope,
+    or its block or tile if the scope is static. An infinity leaves nothing finite in its scope; a static scope
+    saturates it. Raises ValueError unless K is a multiple of 16.
+    """
     x = lax.stop_gradient(x)
     scales = block_scales(x, spec)
     return QuantizedTensor(

@@ -1,8 +1,9 @@
 """What to quantise how: settings that are data, never an environment variable."""
 
 import dataclasses
-import math
 from typing import Literal, get_args
+
+import numpy as np
 
 Tile = Literal["1x16", "16x16"]
 Scope = Literal["tensor", "row", "static"]
@@ -15,12 +16,14 @@ BLOCK = 16
 class QuantSpec:
     """One operand's quantiser.
 
-    `tile`: what shares an E4M3 block scale, 16 elements of the contraction axis or a 16×16 tile of it and the axis
-    before. `scope`: what shares the float32 global scale, the whole array, one row (all leading indices), or a
-    calibrated maximum `static_amax` in the units of x. `rule`: "te" multiplies by reciprocals (Transformer Engine's
-    exact quantiser; FlashInfer's agrees), "modelopt" divides and has no zero block scale (`NVFP4QTensor`).
-    Raises ValueError on an unknown name, on "row" with "16x16", and on a `static_amax` that is missing, misplaced,
-    not finite or not positive.
+    tile: what shares an E4M3 block scale, 16 elements of the last axis (the contraction's) or 16×16 of the
+        last two.
+    scope: what shares the float32 global scale, the whole array or one row (a vector along the last axis);
+        "static" takes a calibrated largest magnitude, `static_amax` in units of x, and saturates beyond it.
+    rule: "te" multiplies by reciprocals (Transformer Engine's exact quantiser; FlashInfer's agrees),
+        "modelopt" divides and has no zero block scale (Model-Optimizer's `NVFP4QTensor`).
+    Raises ValueError on an unknown name, on "row" with "16x16", and on a `static_amax` that is missing,
+    misplaced, not finite or not positive.
     """
 
     tile: Tile = "1x16"
@@ -40,8 +43,10 @@ class QuantSpec:
                 f"QuantSpec: static_amax goes with scope 'static' and only with it; "
                 f"got scope {self.scope!r}, static_amax {self.static_amax!r}"
             )
-        if self.static_amax is not None and not (math.isfinite(self.static_amax) and self.static_amax > 0):
-            raise ValueError(f"QuantSpec.static_amax must be finite and positive, got {self.static_amax!r}")
+        if self.static_amax is not None and not 0 < self.static_amax <= float(np.finfo(np.float32).max):
+            raise ValueError(
+                f"QuantSpec.static_amax must be positive and finite in float32, got {self.static_amax!r}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
