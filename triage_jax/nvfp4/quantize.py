@@ -130,7 +130,7 @@ def quantize(x: Float[Array, "... K"], spec: QuantSpec) -> QuantizedTensor:
     """Codes and scales of x by the rule of `block_scales`. Carries no gradient.
 
     Subnormal numbers count as zeros on a CPU. A NaN makes NaN what shares a scale with it: its whole scope,
-    or its block or tile if the scope is static. An infinity leaves nothing finite in its scope; a static scope
+    or its block or tile if the scope is static. An infinity leaves nothing finite in its scope; a static one
     saturates it. Raises ValueError unless K is a multiple of 16.
     """
     x = lax.stop_gradient(x)
