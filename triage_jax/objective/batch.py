@@ -17,9 +17,10 @@ from triage_jax.objective.config import TriageConfig
 class TokenBatch:
     """Completion tokens of B responses, recorded before the update; none of it carries gradient.
 
-    `old_logp` are the learner's log-probabilities (nats) just before the update, `sampler_logp` those recorded
-    at generation. `advantages` is one value per response, `[B]`, or per token, `[B, T]`. `mask` marks the valid
-    tokens (bool, or 0/1 of any number type); masked positions may hold anything, NaN and infinities included.
+    `old_logp` are the learner's log-probabilities (nats) just before the update, `sampler_logp` those
+    recorded at generation. `advantages` is one value per response, `[B]`, or per token, `[B, T]`. `mask`
+    marks the valid tokens (bool, or 0/1 of any number type); masked positions may hold anything, NaN and
+    infinities included.
     """
 
     old_logp: Float[Array, "B T"]

@@ -50,14 +50,15 @@ def gate_segments(response: Response, config: GateConfig) -> GateSegments:
 
 def response_weights(response: Response, config: GateConfig) -> Float[Array, " T"]:
     """Gate weights of one response; 1 where masked."""
-    dtype = response.gap.dtype
     if not config.enabled:
         return jnp.ones_like(response.gap)
     verdict = gate_segments(response, config)
     damped = response.mask if config.scope == "whole" else response.gap < 0
-    spread = jnp.broadcast_to(verdict.weight[:, None], (verdict.weight.shape[0], config.segment))
+    # A table, because a compiled division by 100 is a product with 0.01, which misses the nearest float.
+    weight = jnp.asarray([k / 100 for k in range(101)], response.gap.dtype)[verdict.weight]
+    spread = jnp.broadcast_to(weight[:, None], (weight.shape[0], config.segment))
     spread = segments.join(spread, response.gap.shape[0])
-    return lax.stop_gradient(jnp.where(damped, spread, 100).astype(dtype) / 100)
+    return lax.stop_gradient(jnp.where(damped, spread, 1))
 
 
 def gate_weights(
@@ -73,8 +74,8 @@ def gate_weights(
     `mean_severe_weight` for d_s < mean_severe, `mean_mild_weight` for d_s < mean_mild, else 1. All
     comparisons are strict. Its tokens with gap < 0 (scope "q3") or all its valid ones ("whole") weigh w_s.
 
-    `gap` is old_logp - sampler_logp. Compute the weights once per update, before any split, so that every part
-    sees the same. Raises ValueError on shapes that do not agree.
+    `gap` is old_logp - sampler_logp. Compute the weights once per update, before any split, so that every
+    part sees the same. Raises ValueError on shapes that do not agree.
     """
     zeros = jnp.zeros_like(gap)
     batch = TokenBatch(old_logp=gap, sampler_logp=zeros, advantages=advantages, mask=mask)

@@ -75,13 +75,13 @@ def triage_loss(
     * "token" (the released code): sum(w l) / sum(w) over the update;
     * "fixed": sum(w l) / (number of valid tokens of the update).
 
-    Over any split of a batch by rows, losses and gradients add up to those of the whole if every part is given
-    the `totals` of the whole (`update_totals`) and its rows of the `weights` (`gate_weights`); by default both
-    are this batch's own. Responses without a valid token contribute nothing and are not counted. `step`, the
-    number of the update, is read only if `repair.start_step` is set. Raises ValueError on shapes that do not
-    agree, and without a `step` that is needed.
+    Over any split of a batch by rows, losses and gradients add up to those of the whole if every part is
+    given the `totals` of the whole (`update_totals`) and its rows of the `weights` (`gate_weights`); by
+    default both are this batch's own. Responses without a valid token contribute nothing and are not counted.
+    `step`, the number of the update, is read only if `repair.start_step` is set. Raises ValueError on shapes
+    that do not agree, and without a `step` that is needed.
     """
-    check_shapes(batch, logp=logp)
+    check_shapes(batch, logp=logp, **({} if weights is None else {"weights": weights}))
     dtype = logp.dtype
     if weights is None:
         weights = gate_weights(batch.old_logp - batch.sampler_logp, batch.advantages, batch.mask, config)

@@ -73,7 +73,8 @@ def _region_metrics(response: Response, weights: Float[Array, " T"], config: Tri
     def asymmetry(mass: Float[Array, " T"]) -> Mean:
         return Mean(total=zero_masked(mass, q3).sum(), count=zero_masked(mass, q1).sum())
 
-    return {f"quadrant/{name}/mass": Sum(total=total) for name, total in masses.items()} | {
+    metrics: Metrics = {f"quadrant/{name}/mass": Sum(total=total) for name, total in masses.items()}
+    return metrics | {
         "rho_asym/raw": Mean(total=masses["q3"], count=masses["q1"]),
         "rho_asym/length_normalised": Mean(total=masses["q3"] / length, count=masses["q1"] / length),
         "rho_asym/effective": asymmetry(effective),
