@@ -129,6 +129,8 @@ def test_dequantised_error_is_bounded():
     """A code is off by at most 1 of its scale's units (the step at 6 is 2), plus saturation up to 1/16."""
     x = np.random.default_rng().standard_normal((35, 64)).astype(np.float32)
     back = np.asarray(dequantize(JITTED(jnp.asarray(x), QuantSpec())))
+    half = dequantize(JITTED(jnp.asarray(x), QuantSpec()), jnp.bfloat16)
+    np.testing.assert_array_equal(half, back.astype(ml_dtypes.bfloat16))
     amax = np.abs(x).reshape(35, -1, 16).max(-1).repeat(16, -1)
     assert (np.abs(back - x) <= amax / 6 * 1.07).all()
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8, UInt32
 
 from triage_jax.nvfp4.formats import (
@@ -142,7 +143,7 @@ def quantize(x: Float[Array, "... K"], spec: QuantSpec) -> QuantizedTensor:
     )
 
 
-def dequantize(q: QuantizedTensor, dtype: jnp.dtype = jnp.float32) -> Float[Array, "... K"]:
+def dequantize(q: QuantizedTensor, dtype: DTypeLike = jnp.float32) -> Float[Array, "... K"]:
     """(code · block scale) · global scale, the first product exact, cast to `dtype`."""
     values = e2m1_decode(q.codes) * spread(e4m3_decode(q.scales))
     return (values * q.global_scale).astype(dtype)
