@@ -49,7 +49,11 @@ class Pretrain:
     width: int = 128
     ffn: int = 384
     layers: int = 4
-    task: ArithmeticConfig = field(default_factory=lambda: ArithmeticConfig(digits=2))
+    mistakes: float = 0.5
+    """Share of training answers with one digit replaced: the model learns sums and, as from any corpus, errors"""
+    task: ArithmeticConfig = field(
+        default_factory=lambda: ArithmeticConfig(digits=1, terms=5, show_sums=True, heldout_fraction=0.1)
+    )
     numerics: Numerics = field(
         default_factory=lambda: Numerics(activation=QuantSpec(tile="1x16", scope="tensor"))
     )
@@ -105,18 +109,29 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     )
 
 
+def with_mistake(answer: str, rng: np.random.Generator) -> str:
+    """The answer with one of its digits replaced by another."""
+    place = int(rng.choice([index for index, char in enumerate(answer) if char.isdigit()]))
+    digit = (int(answer[place]) + int(rng.integers(1, 10))) % 10
+    return f"{answer[:place]}{digit}{answer[place + 1 :]}"
+
+
 def supervised_batch(
-    task: ArithmeticTask, codec: TextCodec, start: int, rows: int, widths: tuple[int, int]
+    task: ArithmeticTask, codec: TextCodec, start: int, settings: Pretrain, widths: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens, validity and answer mask; prompts left-padded and answers right-padded, as in reinforcement learning."""
-    prompt_width, answer_width = widths
+    rng = np.random.default_rng((settings.seed, start))
+    rows, (prompt_width, answer_width) = settings.batch, widths
     tokens = np.zeros((rows, prompt_width + answer_width), np.int32)
     valid = np.zeros(tokens.shape, bool)
     mask = np.zeros((rows, answer_width), bool)
     for row in range(rows):
         problem = task.problem(start + row)
         prompt = codec.encode(problem.prompt)
-        answer = [*codec.encode(problem.answer), *codec.eos_ids]
+        text = problem.answer
+        if rng.uniform() < settings.mistakes:
+            text = with_mistake(text, rng)
+        answer = [*codec.encode(text), *codec.eos_ids]
         tokens[row, prompt_width - len(prompt) : prompt_width + len(answer)] = prompt + answer
         valid[row, prompt_width - len(prompt) : prompt_width + len(answer)] = True
         mask[row, : len(answer)] = True
@@ -152,7 +167,7 @@ def main(settings: Pretrain) -> None:
     state = optimizer.init(params)
     for index in range(settings.steps):
         start = index * settings.batch
-        batch = supervised_batch(task, codec, start, settings.batch, widths)
+        batch = supervised_batch(task, codec, start, settings, widths)
         params, state, loss = step(params, state, *map(jnp.asarray, batch))
         if index % 50 == 0 or index + 1 == settings.steps:
             console.print(f"step {index + 1:5d}/{settings.steps}  loss {float(loss):.4f}")

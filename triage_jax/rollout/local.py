@@ -71,11 +71,6 @@ class LocalEngine:
         self._settings = settings or LocalEngineConfig()
         self._weights: Params | None = None
         self._version = -1
-        self._prepare = jax.jit(partial(serving_params, numerics=numerics))
-        self._generate = jax.jit(
-            partial(_generate, config=config, numerics=numerics),
-            static_argnames=("limit", "temperature", "stop_ids"),
-        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -90,7 +85,7 @@ class LocalEngine:
         return self._version
 
     def update_weights(self, params: Params, version: int) -> None:
-        self._weights = self._prepare(params)
+        self._weights = _prepare(params, self._numerics)
         self._version = version
 
     def generate(
@@ -146,11 +141,13 @@ class LocalEngine:
             tokens[row, width - len(request.prompt_ids) :] = request.prompt_ids
             valid[row, width - len(request.prompt_ids) :] = True
             seeds[row] = request.seed & 0xFFFFFFFF
-        state = self._generate(
+        state = _generate(
             weights,
             jnp.asarray(tokens),
             jnp.asarray(valid),
             jnp.asarray(seeds),
+            config=self._config,
+            numerics=self._numerics,
             limit=sampling.max_new_tokens,
             temperature=sampling.temperature,
             stop_ids=sampling.stop_ids or self._config.eos_token_ids,
@@ -170,6 +167,10 @@ class LocalEngine:
         ]
 
 
+_prepare = jax.jit(serving_params, static_argnames="numerics")
+
+
+@partial(jax.jit, static_argnames=("config", "numerics", "limit", "temperature", "stop_ids"))
 def _generate(
     weights: Params,
     tokens: Int[Array, "B T"],

@@ -34,10 +34,15 @@ def draw(logp: Float[Array, "B V"], uniforms: Float[Array, "B"], block: int = 25
 
 
 def _pick(weights: Float[Array, "B N"], target: Float[Array, "B 1"]) -> tuple[Array, Array]:
-    """First index whose cumulative weight exceeds `target` (and has weight itself), and what of target is left."""
+    """First index with weight whose cumulative weight exceeds `target`, and what of the target is left there.
+
+    A parallel cumulative sum is not monotone to the last bit, and rounding can put the target at the total: so only
+    entries with weight are eligible, and the last of them is taken where none exceeds.
+    """
     cumulative = jnp.cumsum(weights, axis=-1)
-    # Rounding can put the target at or above the total; the last entry with weight is then meant.
-    last = jnp.sum(cumulative < cumulative[:, -1:], axis=-1)
-    index = jnp.minimum(jnp.sum(cumulative <= target, axis=-1), last)
+    positive = weights > 0
+    last = weights.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
+    exceeds = positive & (cumulative > target)
+    index = jnp.where(jnp.any(exceeds, axis=-1), jnp.argmax(exceeds, axis=-1), last)
     before = jnp.take_along_axis(cumulative - weights, index[:, None], axis=-1)
     return index, jnp.maximum(target - before, 0.0)
