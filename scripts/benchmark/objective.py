@@ -2,9 +2,9 @@
 
     python scripts/benchmark/objective.py --torch-python PATH/TO/python
 
-Prints a table and writes the same as JSON. The loop (`peers/objective_torch.py`) runs in the given interpreter,
-of an environment that has torch, on the same arrays; its loss and gradient are compared too, and a difference
-makes the exit status 1. Both use their default number of threads. Compilation is timed apart.
+Prints a table and writes the same as JSON. The loop (`peers/objective_torch.py`) runs in the given
+interpreter, of an environment that has torch, on the same arrays; its loss and gradient are compared too, and
+a difference makes the exit status 1. Both use their default number of threads. Compilation is timed apart.
 """
 
 import json

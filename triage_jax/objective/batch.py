@@ -85,14 +85,14 @@ def response_of(batch: TokenBatch, dtype: jnp.dtype) -> Response:
     return Response(old_logp=old, gap=old - sampler, sampler_logp=sampler, advantage=advantage, mask=mask)
 
 
-def check_shapes(batch: TokenBatch, **others: Shaped[Array, "..."]) -> None:
-    """Raise ValueError unless all is `[B, T]`, the advantages `[B]` or `[B, T]`."""
+def check_shapes(batch: TokenBatch, **others: Shaped[Array, "..."] | None) -> None:
+    """Raise ValueError unless everything is `[B, T]`, the advantages `[B]` or `[B, T]`; None is skipped."""
     shape = jnp.shape(batch.mask)
     if len(shape) != 2:
         raise ValueError(f"mask has shape {shape}; accepted: [B, T]")
     arrays = {"old_logp": batch.old_logp, "sampler_logp": batch.sampler_logp} | others
     for name, array in arrays.items():
-        if jnp.shape(array) != shape:
+        if array is not None and jnp.shape(array) != shape:
             raise ValueError(f"{name} has shape {jnp.shape(array)}; accepted: {shape}, the shape of mask")
     if jnp.shape(batch.advantages) not in (shape, shape[:1]):
         raise ValueError(

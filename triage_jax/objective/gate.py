@@ -25,7 +25,7 @@ class GateSegments:
     weight: Int[Array, " S"]
 
 
-def hundredths(weight: float) -> int:
+def _hundredths(weight: float) -> int:
     return round(100 * weight)
 
 
@@ -39,10 +39,10 @@ def gate_segments(response: Response, config: GateConfig) -> GateSegments:
     eligible = segments.split(response.advantage, config.segment).sum(axis=-1) < 0
     deep = segments.count(gap < config.deep)  # a masked gap is 0, never below a threshold of at most 0
 
-    mild, severe = hundredths(config.mean_mild_weight), hundredths(config.mean_severe_weight)
+    mild, severe = _hundredths(config.mean_mild_weight), _hundredths(config.mean_severe_weight)
     by_mean = jnp.where(mean_gap < config.mean_mild, mild, 100)
     by_mean = jnp.where(mean_gap < config.mean_severe, severe, by_mean)
-    ramp = [hundredths(1 - (1 - config.floor) * k / config.deep_count) for k in range(config.deep_count + 1)]
+    ramp = [_hundredths(1 - (1 - config.floor) * k / config.deep_count) for k in range(config.deep_count + 1)]
     by_tail = jnp.asarray(ramp, jnp.int32)[jnp.minimum(deep, config.deep_count)]
     weight = jnp.where(eligible, jnp.minimum(by_mean, by_tail), 100).astype(jnp.int32)
     return GateSegments(valid=valid > 0, eligible=eligible, mean_gap=mean_gap, deep=deep, weight=weight)
@@ -77,11 +77,11 @@ def gate_weights(
     `gap` is old_logp - sampler_logp. Compute the weights once per update, before any split, so that every
     part sees the same. Raises ValueError on shapes that do not agree.
     """
-    zeros = jnp.zeros_like(gap)
+    dtype, zeros = jnp.result_type(gap), jnp.zeros_like(gap)
     batch = TokenBatch(old_logp=gap, sampler_logp=zeros, advantages=advantages, mask=mask)
     check_shapes(batch)
 
     def one(response: TokenBatch) -> Float[Array, " T"]:
-        return response_weights(response_of(response, gap.dtype), config.gate)
+        return response_weights(response_of(response, dtype), config.gate)
 
     return jax.vmap(one)(batch)

@@ -81,8 +81,8 @@ def triage_loss(
     `step`, the number of the update, is read only if `repair.start_step` is set. Raises ValueError on shapes
     that do not agree, and without a `step` that is needed.
     """
-    check_shapes(batch, logp=logp, **({} if weights is None else {"weights": weights}))
-    dtype = logp.dtype
+    check_shapes(batch, logp=logp, weights=weights)
+    dtype = jnp.result_type(logp)
     if weights is None:
         weights = gate_weights(batch.old_logp - batch.sampler_logp, batch.advantages, batch.mask, config)
     if totals is None:

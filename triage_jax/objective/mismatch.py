@@ -125,8 +125,8 @@ def mismatch_metrics(
     ValueError on shapes that do not agree.
     """
     config = config or TriageConfig()
-    check_shapes(batch)
-    dtype = batch.old_logp.dtype
+    check_shapes(batch, weights=weights)
+    dtype = jnp.result_type(batch.old_logp)
     if weights is None:
         weights = gate_weights(batch.old_logp - batch.sampler_logp, batch.advantages, batch.mask, config)
 

@@ -77,4 +77,5 @@ def repair_loss(
         response = response_of(batch, logp.dtype)
         return repair_segments(zero_masked(logp, response.mask), response, config.repair).penalty.sum()
 
-    return jax.vmap(one)(logp, batch).sum() / jnp.maximum(totals.repair_segments, 1).astype(logp.dtype)
+    penalty = jax.vmap(one)(logp, batch).sum()
+    return penalty / jnp.maximum(totals.repair_segments, 1).astype(penalty.dtype)
