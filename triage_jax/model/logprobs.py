@@ -33,8 +33,8 @@ def token_logprobs(
     with an online softmax (Milakov and Gimelshein, arXiv 1805.02867); the backward pass computes each tile
     again and multiplies in hidden's dtype, so the extra memory is one [chunk, B*T] tile and one float32
     copy of `hidden`. Under a mesh, shard `head` over its width: its tiles are then gathered one by one, but
-    sharded over the vocabulary it is gathered whole. A target outside the vocabulary gives NaN. Raises ValueError for shapes that do not
-    fit, `temperature` <= 0 or `chunk` < 1.
+    sharded over the vocabulary it is gathered whole. A target outside the vocabulary gives NaN. Raises
+    ValueError for shapes that do not fit, `temperature` <= 0 or `chunk` < 1.
     """
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != head.shape[-1]:
         raise ValueError(
@@ -150,6 +150,6 @@ def _product(left: Array, right: Array, *, contract: tuple[int, int]) -> Array:
 
 
 def _transposed(rows: Array) -> Array:
-    """On a CPU a transpose in memory: as a mere view it puts the BF16 product on a path about 7 times slower."""
+    """On a CPU a transpose in memory: a mere view puts the BF16 product on a path 7 times slower."""
     cpu = jax.default_backend() == "cpu"
     return with_layout_constraint(rows.T, Layout(major_to_minor=(0, 1))) if cpu else rows.T
