@@ -38,6 +38,7 @@ class Params:
     final_norm: Leaf  # [D]
     lm_head: Leaf | None  # [V, D]; None when tied to `embed`
 
+
 def abstract_params(config: ModelConfig, dtype: jax.typing.DTypeLike) -> Params:
     """Shapes without memory: a Params of `jax.ShapeDtypeStruct`, the one place that states every shape."""
 
