@@ -113,10 +113,13 @@ def test_a_float32_head_under_bfloat16_hidden_gets_an_unrounded_gradient():
     scale=st.sampled_from([1e-3, 1.0, 1e3]),
 )
 def test_any_tiling_gives_the_same(seed, chunk, scale):
+    """Tiles may sum a logit in another order: an error of some ulps of the largest logit, in every output."""
     arrays = inputs(seed, scale=scale)
+    largest = np.abs(np.einsum("btd,vd->btv", arrays[0], arrays[1])).max()
     whole = jitted(*arrays, chunk=V)
     tiled = jitted(*arrays, chunk=chunk)
-    assert_close(tiled, [np.asarray(array, np.float64) for array in whole], 1e-5)
+    tolerance = 1e-5 + 4 * np.finfo(np.float32).eps * largest
+    assert_close(tiled, [np.asarray(array, np.float64) for array in whole], tolerance)
 
 
 def test_two_tokens_by_hand():
