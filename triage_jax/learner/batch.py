@@ -1,6 +1,7 @@
 """From samples to the arrays of one update."""
 
 from collections.abc import Sequence
+from typing import no_type_check
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from triage_jax.rollout import Sample
 type ArrayLike = jax.Array | np.ndarray
 
 
+@no_type_check  # leaves are also shapes, shardings or stacked micro-batches
 @struct.dataclass
 class RolloutBatch:
     """One update's responses, laid out as the sampler saw them: prompts left-padded, responses right-padded."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,7 @@ class Learner:
     """Of the distribution both log-probabilities belong to"""
 
 
+@no_type_check  # leaves are also shapes, shardings or stacked micro-batches
 @struct.dataclass
 class LearnerState:
     """What the next update depends on. Parameters are the float32 master weights."""
@@ -67,6 +69,7 @@ class LearnerState:
     skipped: Int[Array, ""]
 
 
+@no_type_check  # leaves are also shapes, shardings or stacked micro-batches
 @struct.dataclass
 class UpdateReport:
     """What an update says about itself, on the device until somebody asks."""
@@ -119,7 +122,7 @@ def update(
     totals = update_totals(tokens, weights, config)
     loss, metrics, grads = _accumulate(learner, state, batch, tokens, weights, totals)
 
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # A NaN must not reach the moments either: the optimiser sees zeros and its result is thrown away.
     grads = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), grads)
@@ -137,8 +140,8 @@ def update(
         metrics=metrics,
         loss=loss,
         grad_norm=grad_norm,
-        update_norm=optax.global_norm(updates),
-        param_norm=optax.global_norm(after.params),
+        update_norm=optax.tree.norm(updates),
+        param_norm=optax.tree.norm(after.params),
         applied=finite,
     )
     return after, report
