@@ -41,7 +41,7 @@ class Pretrain:
     """Pretraining of the quickstart model."""
 
     out: str = "triage_jax/assets/quickstart"
-    steps: int = 400
+    steps: int = 500
     batch: int = 256
     learning_rate: float = 2e-3
     warmup: int = 50
@@ -143,9 +143,7 @@ def main(settings: Pretrain) -> None:
     task, codec = ArithmeticTask(settings.task), char_codec(CHARACTERS)
     config = model_config(settings, codec.vocab_size)
     params = init_params(config, settings.seed)
-    lengths = [
-        (len(p.prompt), len(p.answer) + 1) for p in map(task.problem, range(2000))
-    ]
+    lengths = [(len(p.prompt), len(p.answer) + 1) for p in map(task.problem, range(2000))]
     widths = (max(a for a, _ in lengths) + 1, max(b for _, b in lengths) + 2)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, settings.learning_rate, settings.warmup, settings.steps, settings.learning_rate / 10

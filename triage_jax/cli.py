@@ -10,7 +10,7 @@ import tyro
 
 from triage_jax.config import ConfigError, TrainConfig, from_dict, load_yaml
 
-DESCRIPTION = """Train a language model by reinforcement learning with NVFP4 W4A4 on both sides and the TRIAGE objective.
+DESCRIPTION = """Train a language model by reinforcement learning with NVFP4 W4A4 on both sides and TRIAGE.
 
 Without arguments: the embedded quickstart, minutes on two CPU cores. --config FILE.yaml takes its fields as defaults;
 every flag below overrides them. --resume continues a run, --overwrite starts it anew, --dry-run prints what would be
@@ -77,4 +77,3 @@ def packaged_config(name: str) -> Path:
     package = Path(str(files("triage_jax")))
     installed = package / "configs" / name
     return installed if installed.exists() else package.parent / "configs" / name
-

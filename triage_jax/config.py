@@ -30,7 +30,7 @@ class ModelSection:
     """The policy."""
 
     path: str = QUICKSTART
-    """A Hugging Face directory of a Qwen3 or Llama model, or `quickstart` for the small one that comes with the package"""
+    """A Hugging Face directory of a Qwen3 or Llama model, or `quickstart`: the small one in the package"""
     system_prompt: str | None = None
     """System text for the chat template, where the tokenizer has one"""
     chat_template: bool = True
@@ -86,7 +86,9 @@ class NumericsSection:
     learner: Numerics = field(
         default_factory=lambda: Numerics(activation=QuantSpec(tile="1x16", scope="tensor"))
     )
-    sampler: Numerics = field(default_factory=lambda: Numerics(activation=QuantSpec(tile="1x16", scope="row")))
+    sampler: Numerics = field(
+        default_factory=lambda: Numerics(activation=QuantSpec(tile="1x16", scope="row"))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +179,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 def from_dict[Config](kind: type[Config], data: dict[str, Any], source: str, prefix: str = "") -> Config:
     """Build a configuration dataclass; raises ConfigError for unknown fields (with a suggestion) and wrong types."""
     hints = typing.get_type_hints(kind)
-    known = [item.name for item in dataclasses.fields(kind)]
+    known = [item.name for item in dataclasses.fields(typing.cast(Any, kind))]
     values: dict[str, Any] = {}
     for key, value in data.items():
         where = f"{source}: {prefix}{key}"
@@ -244,5 +246,7 @@ def _coerce(expected: Any, value: Any, where: str) -> Any:
                 pass
     elif type(value) is expected:
         return value
-    accepted = ", ".join(map(repr, arguments)) if origin is Literal else getattr(expected, "__name__", expected)
+    accepted = (
+        ", ".join(map(repr, arguments)) if origin is Literal else getattr(expected, "__name__", expected)
+    )
     raise ConfigError(f"{where}: {value!r} is not accepted; a value of: {accepted}")

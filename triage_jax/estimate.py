@@ -15,7 +15,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def memory_estimate(config: TrainConfig, model: ModelConfig) -> dict[str, float]:
-    """Bytes per device by purpose; activations are the largest terms only, so expect the truth within a factor of two."""
+    """Bytes per device by purpose; of the activations only the largest terms, so a guide rather than a bound."""
     count, rollout, mesh = parameter_count(model), config.rollout, config.learner.mesh
     width = rollout.max_prompt_tokens + rollout.max_new_tokens
     rows = (config.learner.micro_batch or rollout.rows) / (mesh.data * mesh.fsdp)

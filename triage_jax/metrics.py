@@ -5,13 +5,14 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-type Row = dict[str, float | int | str | None]
+type Row = dict[str, Any]
 UNREPEATABLE = ("time/", "throughput/")
 """Prefixes of what differs between two runs of the same seed"""
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """A sink beside the JSONL file."""
 
@@ -28,11 +29,11 @@ class MetricLog:
     """
 
     def __init__(self, path: Path, trackers: list[Tracker], *, keep_steps: int | None = None) -> None:
-        self._path = path
         self._trackers = trackers
+        self._kept: list[Row] = []
         if keep_steps is not None and path.exists():
-            kept = [row for row in read_metrics(path) if int(row["step"] or 0) <= keep_steps]
-            _replace(path, "".join(_line(row) for row in kept))
+            self._kept = [row for row in read_metrics(path) if row["step"] <= keep_steps]
+            _replace(path, "".join(_line(row) for row in self._kept))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
@@ -43,6 +44,10 @@ class MetricLog:
         os.fsync(self._file.fileno())
         for tracker in self._trackers:
             tracker.log(clean, step)
+
+    def has(self, key: str, step: int) -> bool:
+        """Whether a row kept from before the resume holds `key` at `step`: it need not be measured again."""
+        return any(row["step"] == step and key in row for row in self._kept)
 
     def close(self) -> None:
         self._file.close()

@@ -13,8 +13,8 @@ from triage_jax.config import TrainConfig, to_dict
 from triage_jax.estimate import memory_estimate
 from triage_jax.metrics import Row, read_metrics
 from triage_jax.model import ModelConfig
-from triage_jax.run import Paths, resolve_model
 from triage_jax.model.load import load_config
+from triage_jax.run import Paths, resolve_model
 
 # Okabe and Ito's palette: told apart with every common kind of colour blindness.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777"
@@ -27,6 +27,7 @@ class Progress:
         self._steps = steps
         self._console = console or Console(highlight=False)
         self._status: Status | None = None
+        self._printed = 0
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False)
@@ -45,25 +46,41 @@ class Progress:
         if self._status is not None:
             self._status.stop()
             self._status = None
-        self._console.print(step_line(step, self._steps, row), markup=False)
+        if self._printed % 20 == 0:
+            self._console.print(header_line(self._steps), markup=False, soft_wrap=True, style="bold")
+        self._printed += 1
+        self._console.print(step_line(step, self._steps, row), markup=False, soft_wrap=True)
 
     def held_out(self, step: int, right: int, samples: int) -> None:
         self.note(f"held out, step {step}: {_share(right, samples)}")
 
 
+COLUMNS = (
+    ("reward", "reward/mean/response", ".3f", 6),
+    ("|gap|", "gap/abs_mean/token", ".4f", 6),
+    ("max", "gap/max_abs", ".2f", 5),
+    ("rho", "rho_asym/raw", ".2f", 5),
+    ("gated", "gate/damped_fraction/token", ".1%", 6),
+    ("repair", "repair/active_fraction/segment", ".0%", 6),
+    ("grad", "optimizer/grad_norm", ".2f", 6),
+    ("sample", "time/rollout", ".2f", 6),
+    ("learn", "time/learner", ".2f", 6),
+    ("refit", "time/refit", ".2f", 5),
+    ("tok/s", "throughput/tokens_per_second", ".0f", 6),
+)
+"""Columns of the progress lines: title, metric, format, width. Times are seconds"""
+
+
+def header_line(steps: int) -> str:
+    """Titles above the progress lines."""
+    return " ".join(["step".rjust(2 * len(str(steps)) + 1), *(title.rjust(w) for title, _, _, w in COLUMNS)])
+
+
 def step_line(step: int, steps: int, row: Mapping[str, Any]) -> str:
     """The progress line of one step."""
+    place = f"{step:>{len(str(steps))}}/{steps}".rjust(4)
     skipped = "" if row["optimizer/applied"] else "  SKIPPED: loss or gradient not finite"
-    triggered = row["gate/damped_fraction/token"]
-    return (
-        f"{step:>{len(str(steps))}}/{steps}  reward {row['reward/mean/response']:.3f}  "
-        f"|gap| {_number(row['gap/abs_mean/token'], '.4f')} (max {_number(row['gap/max_abs'], '.2f')})  "
-        f"rho_asym {_number(row['rho_asym/raw'], '.2f')}  gated {_number(triggered, '.1%')}  "
-        f"repair {_number(row['repair/active_fraction/segment'], '.0%')}  "
-        f"grad {_number(row['optimizer/grad_norm'], '.2f')}  "
-        f"{row['time/step']:.2f} s (sample {row['time/rollout']:.2f}, learn {row['time/learner']:.2f}, "
-        f"refit {row['time/refit']:.2f})  {row['throughput/tokens_per_second']:.0f} tok/s{skipped}"
-    )
+    return " ".join([place, *(_number(row[key], form).rjust(w) for _, key, form, w in COLUMNS)]) + skipped
 
 
 def print_plan(config: TrainConfig, model: ModelConfig | None = None, console: Console | None = None) -> None:
@@ -92,7 +109,9 @@ def print_summary(paths: Paths, console: Console | None = None) -> None:
     steps = [row for row in rows if "reward/mean/response" in row]
     table = Table("", "first", "last", title="summary", title_justify="left")
     if evaluations:
-        first, last = (_share(row["eval/right"], row["eval/samples"]) for row in (evaluations[0], evaluations[-1]))
+        first, last = (
+            _share(row["eval/right"], row["eval/samples"]) for row in (evaluations[0], evaluations[-1])
+        )
         table.add_row("held-out reward", first, last)
     window = max(1, len(steps) // 10)
     for label, key, form in (
@@ -174,7 +193,10 @@ def _plan_rows(config: TrainConfig, model: ModelConfig) -> list[tuple[str, str]]
     gate = f"Gate {objective.gate.scope}" if objective.gate.enabled else "no Gate"
     repair = f"Repair {objective.repair.scope}" if objective.repair.enabled else "no Repair"
     return [
-        ("model", f"{config.model.path} ({model.architecture}, {model.num_layers} layers, width {model.hidden_size})"),
+        (
+            "model",
+            f"{config.model.path} ({model.architecture}, {model.num_layers} layers, width {model.hidden_size})",
+        ),
         ("learner", config.numerics.learner.describe()),
         ("sampler", config.numerics.sampler.describe()),
         ("objective", f"{gate}, {repair}, {tis}, {objective.reduction} reduction"),

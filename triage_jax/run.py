@@ -27,7 +27,7 @@ from triage_jax.metrics import MetricLog, TensorBoard, Tracker, WeightsAndBiases
 from triage_jax.model import ModelConfig, Params, load_model, save_model
 from triage_jax.rollout import Engine, LocalEngine
 from triage_jax.tasks.arithmetic import ArithmeticTask
-from triage_jax.tasks.jsonl import JsonlTask
+from triage_jax.tasks.jsonl import DataError, JsonlTask
 from triage_jax.tasks.protocol import Task
 from triage_jax.tasks.tokenizer import TextCodec, load_tokenizer
 
@@ -128,28 +128,32 @@ class Run:
 
 @contextmanager
 def open_run(config: TrainConfig, *, resume: bool = False) -> Iterator[Run]:
-    """Open or resume the run at `config.out`; raises ConfigError, ModelError or DataError before anything is trained."""
+    """Open or resume the run at `config.out`; raises ConfigError, ModelError or DataError before training."""
     paths = Paths(root=Path(config.out))
     saved = _claim(paths, config, resume=resume)
     with ExitStack() as stack:
         stack.enter_context(_locked(paths.root))
         model_path = resolve_model(config.model.path)
-        codec = load_tokenizer(model_path)
+        with _reported("model.path"):
+            codec = load_tokenizer(model_path)
         params, model = load_model(model_path)
         _check_context(config, model)
-        task = _open_task(config, stack)
+        with _reported("task"):
+            task = _open_task(config, stack)
         learner = make_learner(config, model)
-        mesh = make_mesh(config.learner.mesh)
+        with _reported("learner"):
+            mesh = make_mesh(config.learner.mesh)
         checkpoints = Checkpoints(paths.checkpoints, config.checkpoint.keep)
         stack.callback(checkpoints.close)
 
         state = _place(init_state(learner, params), mesh)
         restored = checkpoints.restore(state) if resume else None
+        kept = int(restored[0].step) if restored else -1
         state, progress = restored or (state, {"cursor": 0})
         step = int(state.step)
         checkpoints.discard_after(step)
 
-        log = MetricLog(paths.metrics, _trackers(config, paths, step), keep_steps=step if resume else None)
+        log = MetricLog(paths.metrics, _trackers(config, paths, step), keep_steps=kept if resume else None)
         stack.callback(log.close)
         if saved != to_dict(config):
             paths.config.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
@@ -218,7 +222,10 @@ def _claim(paths: Paths, config: TrainConfig, *, resume: bool) -> dict[str, Any]
             "or another --out"
         )
     saved = load_yaml(paths.config)
-    before, after = flatten(to_dict(from_dict(TrainConfig, saved, str(paths.config)))), flatten(to_dict(config))
+    before, after = (
+        flatten(to_dict(from_dict(TrainConfig, saved, str(paths.config)))),
+        flatten(to_dict(config)),
+    )
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     refused = sorted(key for key in changed if not key.startswith(MAY_CHANGE) or key == "learner.remat")
     if refused:
@@ -237,8 +244,21 @@ def _locked(root: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"{root}: another process is training here; wait for it or choose another --out") from None
+            raise ConfigError(
+                f"{root}: another process is training here; wait for it or choose another --out"
+            ) from None
         yield
+
+
+@contextmanager
+def _reported(field: str) -> Iterator[None]:
+    """What a part refuses is the configuration's fault here, and named as such."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(f"{field}: {error}") from error
 
 
 def _check_context(config: TrainConfig, model: ModelConfig) -> None:

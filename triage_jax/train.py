@@ -3,7 +3,7 @@
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +128,14 @@ def take_prompts(run: Run, cursor: int) -> Prompts:
 
 
 def encode(run: Run, problem: Problem) -> list[int]:
-    model, codec = run.config.model, run.codec
-    if not model.chat_template:
-        return codec.encode(problem.prompt)
+    """Token ids of a prompt; raises DataError where the tokenizer cannot write it."""
+    model = run.config.model
+    codec = run.codec if model.chat_template else replace(run.codec, chat_template=None)
     thinking = model.enable_thinking if codec.chat_template else None
-    return encode_prompt(problem, codec, system=model.system_prompt, enable_thinking=thinking)
+    try:
+        return encode_prompt(problem, codec, system=model.system_prompt, enable_thinking=thinking)
+    except ValueError as error:
+        raise DataError(f"problem {problem.uid}: {error}") from error
 
 
 def make_requests(prompts: Prompts, config: TrainConfig, step: int) -> list[Request]:
@@ -167,7 +170,7 @@ def reward(run: Run, prompts: Prompts, samples: list[Sample]) -> list[Verdict]:
 def make_batch(
     run: Run, requests: list[Request], samples: list[Sample], advantages: np.ndarray, usable: np.ndarray
 ) -> RolloutBatch:
-    """Arrays of one update. What was aborted is never trained on, what was truncated only if the configuration says so."""
+    """Arrays of one update. Aborted samples never enter the loss, truncated ones only if the configuration says so."""
     settings = run.config.rollout
     kept = {"stop", "length"} if settings.train_truncated else {"stop"}
     usable = usable & np.array([sample.finish_reason in kept for sample in samples])
@@ -186,7 +189,7 @@ def make_batch(
 def held_out(run: Run) -> HeldOut:
     """Sample every held-out problem with the weights the engine holds; the same seeds at every call."""
     config = run.config
-    problems = [p for p in run.task.heldout(config.eval.problems)]
+    problems = list(run.task.heldout(config.eval.problems))
     encoded = [(problem, encode(run, problem)) for problem in problems]
     fitting = [(p, ids) for p, ids in encoded if len(ids) <= config.rollout.max_prompt_tokens]
     requests, asked = [], []
@@ -252,6 +255,8 @@ def timings(
 
 
 def _log_held_out(run: Run, *, step: int, console: report.Progress) -> None:
+    if run.log.has("eval/right", step):
+        return
     result = held_out(run)
     row = {
         "eval/reward/response": result.right / result.samples if result.samples else None,

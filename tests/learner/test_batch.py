@@ -40,6 +40,4 @@ def test_layout():
 )
 def test_what_does_not_fit_is_named(prompt, sample):
     with pytest.raises(ValueError, match=r"sample s: prompt of \d tokens, \d response ids"):
-        pack_batch(
-            [prompt], [sample], np.zeros(1), np.ones(1, bool), prompt_width=3, response_width=3
-        )
+        pack_batch([prompt], [sample], np.zeros(1), np.ones(1, bool), prompt_width=3, response_width=3)

@@ -10,8 +10,7 @@ import pytest
 from tests.tiny import tiny_config, tiny_params
 from triage_jax.model import Numerics, forward, head_of, token_logprobs
 from triage_jax.nvfp4 import QuantSpec
-from triage_jax.rollout import local
-from triage_jax.rollout import LocalEngine, LocalEngineConfig, Request, SamplingParams
+from triage_jax.rollout import LocalEngine, LocalEngineConfig, Request, SamplingParams, local
 
 CONFIG = tiny_config()
 PARAMS = tiny_params(CONFIG)
@@ -24,7 +23,9 @@ NUMERICS = {
 
 
 def _engine(execution: str = "float32", batch_size: int = 8, version: int = 0) -> LocalEngine:
-    engine = LocalEngine(CONFIG, NUMERICS[execution], LocalEngineConfig(batch_size=batch_size, prompt_bucket=4))
+    engine = LocalEngine(
+        CONFIG, NUMERICS[execution], LocalEngineConfig(batch_size=batch_size, prompt_bucket=4)
+    )
     engine.update_weights(PARAMS, version)
     return engine
 
@@ -168,7 +169,11 @@ def test_progress_counts_samples_and_tokens():
     ("request_", "sampling", "message"),
     [
         (Request(uid="r7", prompt_ids=(), seed=0), SAMPLING, "r7: the prompt is empty"),
-        (Request(uid="r7", prompt_ids=(2, 32), seed=0), SAMPLING, "token ids from 2 to 32; accepted: 0 to 31"),
+        (
+            Request(uid="r7", prompt_ids=(2, 32), seed=0),
+            SAMPLING,
+            "token ids from 2 to 32; accepted: 0 to 31",
+        ),
         (Request(uid="r7", prompt_ids=(2,) * 60, seed=0), SAMPLING, "60 prompt tokens .* holds 64"),
         (
             Request(uid="r7", prompt_ids=(2,), seed=0),

@@ -1,16 +1,13 @@
 """From samples to the arrays of one update."""
 
 from collections.abc import Sequence
-from typing import no_type_check
+from typing import Any, no_type_check
 
-import jax
 import numpy as np
 from flax import struct
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from triage_jax.rollout import Sample
-
-type ArrayLike = jax.Array | np.ndarray
 
 
 @no_type_check  # leaves are also shapes, shardings or stacked micro-batches
@@ -18,13 +15,13 @@ type ArrayLike = jax.Array | np.ndarray
 class RolloutBatch:
     """One update's responses, laid out as the sampler saw them: prompts left-padded, responses right-padded."""
 
-    tokens: Int[ArrayLike, "B T"]
+    tokens: Int[Array, "B T"]
     """Prompt columns first, then the N response columns"""
-    valid: Bool[ArrayLike, "B T"]
-    mask: Bool[ArrayLike, "B N"]
+    valid: Bool[Array, "B T"]
+    mask: Bool[Array, "B N"]
     """Response tokens that enter the loss"""
-    sampler_logp: Float[ArrayLike, "B N"]
-    advantages: Float[ArrayLike, "B"]
+    sampler_logp: Float[Array, "B N"]
+    advantages: Float[Array, "B"]
 
 
 def pack_batch(
@@ -36,16 +33,17 @@ def pack_batch(
     prompt_width: int,
     response_width: int,
 ) -> RolloutBatch:
-    """Numpy arrays of fixed width for `samples[i]` drawn from `prompts[i]`.
+    """Host arrays of fixed width for `samples[i]` drawn from `prompts[i]`.
 
     `usable[i]` False keeps the row (shapes stay fixed) and leaves it out of the loss. Raises ValueError if a prompt or
     response is wider than its columns, or a sample's ids and log-probabilities differ in length.
     """
     rows = len(samples)
-    tokens = np.zeros((rows, prompt_width + response_width), np.int32)
-    valid = np.zeros(tokens.shape, bool)
-    mask = np.zeros((rows, response_width), bool)
-    sampler_logp = np.zeros((rows, response_width), np.float32)
+    # NumPy until they are placed on devices, which the fields' types do not tell.
+    tokens: Any = np.zeros((rows, prompt_width + response_width), np.int32)
+    valid: Any = np.zeros(tokens.shape, bool)
+    mask: Any = np.zeros((rows, response_width), bool)
+    sampler_logp: Any = np.zeros((rows, response_width), np.float32)
     for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
         length = len(sample.token_ids)
         if len(prompt) > prompt_width or length > response_width or length != len(sample.logprobs):
@@ -59,10 +57,11 @@ def pack_batch(
         valid[row, start:end] = True
         mask[row, :length] = usable[row]
         sampler_logp[row, :length] = sample.logprobs
+    used: Any = np.where(usable, advantages, 0.0).astype(np.float32)
     return RolloutBatch(
         tokens=tokens,
         valid=valid,
         mask=mask,
         sampler_logp=sampler_logp,
-        advantages=np.where(usable, advantages, 0.0).astype(np.float32),
+        advantages=used,
     )

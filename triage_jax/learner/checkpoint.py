@@ -50,7 +50,9 @@ class Checkpoints:
         try:
             self._manager.save(step, args=items, force=True)
             self._manager.wait_until_finished()
-        except Exception as error:  # tensorstore raises ValueError, XlaRuntimeError or OSError for the same full disk
+        except (
+            Exception
+        ) as error:  # tensorstore raises ValueError, XlaRuntimeError or OSError for the same full disk
             kept = f"the newest complete one is step {self.steps[-1]}" if self.steps else "there is none yet"
             raise CheckpointError(
                 f"{self._directory}: checkpoint of step {step} could not be written ({error}); {kept}"
@@ -68,12 +70,16 @@ class Checkpoints:
                     state=ocp.args.StandardRestore(template), progress=ocp.args.JsonRestore()
                 )
                 restored = self._manager.restore(step, args=items)
-                return restored.state, dict(restored.progress)
+                return restored["state"], dict(restored["progress"])
             except Exception as error:  # damaged files surface as many types
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                 failures.append(f"step {step}: {reason}")
-                logger.warning("%s: checkpoint of step %d is damaged, trying the one before: %s",
-                               self._directory, step, reason)
+                logger.warning(
+                    "%s: checkpoint of step %d is damaged, trying the one before: %s",
+                    self._directory,
+                    step,
+                    reason,
+                )
         if failures:
             raise CheckpointError(f"{self._directory}: no checkpoint can be read ({'; '.join(failures)})")
         return None

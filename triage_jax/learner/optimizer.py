@@ -57,7 +57,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 def _is_matrix(params: Params) -> Params:
     """True for matrices. Norm gains end in `norm`; stacked over layers they have two axes, so rank does not tell."""
 
-    def decayed(path: tuple[jax.tree_util.GetAttrKey, ...], _: jax.Array) -> bool:
-        return not path[-1].name.endswith("norm")
+    def decayed(path: jax.tree_util.KeyPath, _: jax.Array) -> bool:
+        return not str(path[-1]).endswith("norm")
 
     return jax.tree_util.tree_map_with_path(decayed, params)

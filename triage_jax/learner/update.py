@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -85,12 +85,12 @@ class UpdateReport:
 
 def init_state(learner: Learner, params: Params) -> LearnerState:
     """Fresh optimiser state around float32 parameters."""
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+    master: Any = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
     # Three zeros, not one three times: `update` donates the state's buffers, each of which may be given once.
     step, in_a_row, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
     return LearnerState(
-        params=params,
-        opt_state=make_optimizer(learner.optimizer).init(params),
+        params=master,
+        opt_state=make_optimizer(learner.optimizer).init(master),
         step=step,
         skipped_in_a_row=in_a_row,
         skipped=skipped,
@@ -126,11 +126,12 @@ def update(
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # A NaN must not reach the moments either: the optimiser sees zeros and its result is thrown away.
     grads = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), grads)
-    updates, opt_state = make_optimizer(learner.optimizer).update(grads, state.opt_state, state.params)
-    new = optax.apply_updates(state.params, updates)
+    params: Any = state.params
+    updates, opt_state = make_optimizer(learner.optimizer).update(grads, state.opt_state, params)
+    new = optax.apply_updates(params, updates)
     keep = partial(jax.tree.map, lambda after, before: jnp.where(finite, after, before))
     after = LearnerState(
-        params=keep(new, state.params),
+        params=keep(new, params),
         opt_state=keep(opt_state, state.opt_state),
         step=state.step + 1,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),

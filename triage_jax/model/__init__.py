@@ -3,10 +3,10 @@
 from triage_jax.model.config import ModelConfig, ModelError
 from triage_jax.model.forward import KVCache, forward, forward_cached, head_of, logits_of
 from triage_jax.model.load import load_model
-from triage_jax.model.save import save_model
 from triage_jax.model.logprobs import TokenScores, token_logprobs
 from triage_jax.model.numerics import Numerics, serving_params
 from triage_jax.model.params import LayerParams, Params
+from triage_jax.model.save import save_model
 
 __all__ = [
     "KVCache",

@@ -35,7 +35,9 @@ class KVCache:
     def empty(cls, config: ModelConfig, rows: int, slots: int, dtype: jnp.dtype) -> "KVCache":
         shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_dim)
         zeros = jnp.zeros(shape, dtype)
-        return cls(keys=zeros, values=zeros, valid=jnp.zeros((rows, slots), bool), slot=jnp.zeros((), jnp.int32))
+        return cls(
+            keys=zeros, values=zeros, valid=jnp.zeros((rows, slots), bool), slot=jnp.zeros((), jnp.int32)
+        )
 
 
 def forward(
@@ -138,7 +140,7 @@ def _layer(
     dot = partial(_project, layer=layer, numerics=numerics)
     x = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
     q, k, v = (_heads(dot(x, name), config.head_dim) for name in ("q", "k", "v"))
-    if config.qk_norm:
+    if layer.q_norm is not None and layer.k_norm is not None:
         q = _rms_norm(q, layer.q_norm, config.rms_norm_eps)
         k = _rms_norm(k, layer.k_norm, config.rms_norm_eps)
     mixed = attend(_rotate(q, rotary), _rotate(k, rotary), v)

@@ -1,6 +1,6 @@
 """Which products of a model run in which number format: a setting, printed at start, never an environment variable."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
@@ -67,6 +67,5 @@ def serving_params(params: Params, numerics: Numerics) -> Params:
     params = jax.tree.map(lambda leaf: jnp.array(leaf, numerics.compute_dtype, copy=True), params)
     quantize = jax.vmap(lambda weight: to_operand(weight, numerics.weight))
     operands = {name: quantize(getattr(params.layers, name)) for name in numerics.quantized_names()}
-    layers: LayerParams = params.layers.replace(**operands)
-    return params.replace(layers=layers)
-
+    layers: LayerParams = replace(params.layers, **operands)
+    return replace(params, layers=layers)

@@ -34,8 +34,8 @@ def _round_to_step(x: Float[Array, "..."], smallest: float, significant: int) ->
 
 def _clip(x: Float[Array, "..."], limit: float) -> Float[Array, "..."]:
     """x in [-limit, limit]; a NaN stays. XLA's own max and min would cost several instructions each."""
-    limit = np.float32(limit)
-    return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
+    bound = np.float32(limit)
+    return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
 
 
 def e2m1_round(x: Float[Array, "..."]) -> Float[Array, "..."]:

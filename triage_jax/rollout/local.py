@@ -1,7 +1,7 @@
 """The in-process engine: a jitted JAX sampler with a KV cache and serving numerics of its own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -192,7 +192,8 @@ def _generate(
         token, logprob = _choose(logits, seeds, state.step, temperature)
         alive = ~state.done
         token = jnp.where(alive, token, 0)
-        return state.replace(
+        return replace(
+            state,
             step=state.step + 1,
             done=state.done | (alive & jnp.any(token[:, None] == stops[None, :], axis=1)),
             tokens=state.tokens.at[:, state.step].set(token),
@@ -206,7 +207,7 @@ def _generate(
     def decode(state: _State) -> _State:
         token = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1)
         hidden, cache = forward_cached(weights, token, ~state.done[:, None], state.cache, config, numerics)
-        return append(state.replace(cache=cache), logits_of(weights, hidden[:, 0], numerics))
+        return append(replace(state, cache=cache), logits_of(weights, hidden[:, 0], numerics))
 
     # The last token drawn is never fed back, so its slot is not needed.
     cache = KVCache.empty(config, rows, width + limit - 1, numerics.compute_dtype)
@@ -227,8 +228,9 @@ def _choose(
     logits: Float[Array, "B V"], seeds: UInt32[Array, "B"], step: Int[Array, ""], temperature: float
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     logp = jax.nn.log_softmax(logits / temperature if temperature > 0.0 else logits, axis=-1)
-    if temperature > 0.0:
-        token = draw(logp, row_uniforms(seeds, step))
-    else:
-        token = jnp.argmax(logp, axis=-1).astype(jnp.int32)
+    token = (
+        draw(logp, row_uniforms(seeds, step))
+        if temperature > 0.0
+        else jnp.argmax(logp, axis=-1).astype(jnp.int32)
+    )
     return token, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class Capabilities:
     description: str
 
 
+@runtime_checkable
 class Engine(Protocol):
     """A sampler. Implementations never import the learner."""
 
