@@ -34,7 +34,7 @@ def _arguments(out: Path, *more: str) -> list[str]:
         *("--out", str(out), "--steps", str(STEPS)),
         *("--rollout.prompts-per-step", "2", "--rollout.samples-per-prompt", "4"),
         *("--rollout.local.batch-size", "8"),
-        *("--eval.problems", "6", "--checkpoint.every", "2", "--optimizer.learning-rate", "1e-3"),
+        *("--eval.problems", "6", "--checkpoint.every", "2", "--optimizer.learning-rate", "1e-4"),
         *more,
     ]
 
@@ -211,7 +211,7 @@ def test_resume_refuses_what_cannot_change_and_says_what_differs(finished, tmp_p
     assert train.main(_arguments(out, "--resume", *changed)) == 2
     error = capsys.readouterr().err
     assert "objective.gate.scope: 'q3' -> 'whole'" in error
-    assert "optimizer.learning_rate: 0.001 -> 0.03" in error
+    assert "optimizer.learning_rate: 0.0001 -> 0.03" in error
     assert "steps" not in error.split("resume:")[1].split("Set them")[0]
 
 
@@ -305,7 +305,7 @@ def test_dry_run_plans_and_writes_nothing(tmp_path, capsys):
     assert train.main(_arguments(out, "--dry-run")) == 0
     printed = capsys.readouterr().out
     assert "2 prompts x 4 samples = 8 responses" in printed
-    assert "learning_rate: 0.001" in printed
+    assert "learning_rate: 0.0001" in printed
     assert "Adam moments" in printed
     assert not out.exists()
 

@@ -96,7 +96,7 @@ class EvalSection:
     """Sampling on held-out problems with the sampler's own numerics, before and after."""
 
     problems: int = 256
-    """Held-out problems; fewer where the task has fewer"""
+    """Held-out problems; fewer where the task has fewer. 0: no evaluation"""
     samples: int = 1
     """Responses per problem at the rollout temperature"""
     every: int = 0

@@ -73,14 +73,18 @@ COLUMNS = (
 
 def header_line(steps: int) -> str:
     """Titles above the progress lines."""
-    return " ".join(["step".rjust(2 * len(str(steps)) + 1), *(title.rjust(w) for title, _, _, w in COLUMNS)])
+    return " ".join(["step".rjust(_place_width(steps)), *(title.rjust(w) for title, _, _, w in COLUMNS)])
 
 
 def step_line(step: int, steps: int, row: Mapping[str, Any]) -> str:
     """The progress line of one step."""
-    place = f"{step:>{len(str(steps))}}/{steps}".rjust(4)
+    place = f"{step}/{steps}".rjust(_place_width(steps))
     skipped = "" if row["optimizer/applied"] else "  SKIPPED: loss or gradient not finite"
     return " ".join([place, *(_number(row[key], form).rjust(w) for _, key, form, w in COLUMNS)]) + skipped
+
+
+def _place_width(steps: int) -> int:
+    return max(4, 2 * len(str(steps)) + 1)
 
 
 def print_plan(config: TrainConfig, model: ModelConfig | None = None, console: Console | None = None) -> None:

@@ -189,7 +189,7 @@ def make_batch(
 def held_out(run: Run) -> HeldOut:
     """Sample every held-out problem with the weights the engine holds; the same seeds at every call."""
     config = run.config
-    problems = list(run.task.heldout(config.eval.problems))
+    problems = run.task.heldout(config.eval.problems)
     encoded = [(problem, encode(run, problem)) for problem in problems]
     fitting = [(p, ids) for p, ids in encoded if len(ids) <= config.rollout.max_prompt_tokens]
     requests, asked = [], []
@@ -255,7 +255,7 @@ def timings(
 
 
 def _log_held_out(run: Run, *, step: int, console: report.Progress) -> None:
-    if run.log.has("eval/right", step):
+    if run.config.eval.problems == 0 or run.log.has("eval/right", step):
         return
     result = held_out(run)
     row = {

@@ -40,7 +40,7 @@ class JsonlConfig:
     answer_pattern: str | None = None
     answer_boxed: bool = False
     coerce_numbers: bool = False
-    heldout_fraction: float = 0.0
+    heldout_fraction: float = 0.05
     seed: int = 0
 
     def __post_init__(self) -> None:
