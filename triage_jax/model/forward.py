@@ -24,19 +24,26 @@ type Attend = Callable[[Array, Array, Array], Array]
 
 @struct.dataclass
 class KVCache:
-    """Keys and values of the slots written so far, all rows at the same slot."""
+    """Keys and values of the slots written so far, all rows at the same slot; one array per layer.
 
-    keys: Float[Array, "L B S K d"]
-    values: Float[Array, "L B S K d"]
+    Arrays of their own, with heads before slots, are what a decode loop updates in place and what batched products read
+    without a copy: on a CPU a third faster than one stacked array.
+    """
+
+    keys: tuple[Float[Array, "B K S d"], ...]
+    values: tuple[Float[Array, "B K S d"], ...]
     valid: Bool[Array, "B S"]
     slot: Int[Array, ""]
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, slots: int, dtype: jnp.dtype) -> "KVCache":
-        shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_dim)
-        zeros = jnp.zeros(shape, dtype)
+        shape = (rows, config.num_kv_heads, slots, config.head_dim)
+        layers = range(config.num_layers)
         return cls(
-            keys=zeros, values=zeros, valid=jnp.zeros((rows, slots), bool), slot=jnp.zeros((), jnp.int32)
+            keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
+            values=tuple(jnp.zeros(shape, dtype) for _ in layers),
+            valid=jnp.zeros((rows, slots), bool),
+            slot=jnp.zeros((), jnp.int32),
         )
 
 
@@ -90,28 +97,30 @@ def forward_cached(
     mask = causal[None, None] & seen[:, None, None, :]
     rotary = _rotary(positions, config)
 
-    def layer_step(carry: tuple[Array, Array, Array], xs: tuple[LayerParams, Array]):
-        hidden, keys, values = carry
-        layer, index = xs
-        written: dict[str, Array] = {}
+    keys, values = list(cache.keys), list(cache.values)
 
+    def attend_at(index: int) -> Attend:
         def attend(q: Array, k: Array, v: Array) -> Array:
-            at = (index, 0, cache.slot, 0, 0)
-            written["keys"] = jax.lax.dynamic_update_slice(keys, k[None], at)
-            written["values"] = jax.lax.dynamic_update_slice(values, v[None], at)
-            k_all = jax.lax.dynamic_index_in_dim(written["keys"], index, keepdims=False)
-            v_all = jax.lax.dynamic_index_in_dim(written["values"], index, keepdims=False)
-            return jax.nn.dot_product_attention(q, k_all, v_all, mask=mask)
+            at = (0, 0, cache.slot, 0)
+            keys[index] = jax.lax.dynamic_update_slice(keys[index], k.swapaxes(1, 2), at)
+            values[index] = jax.lax.dynamic_update_slice(values[index], v.swapaxes(1, 2), at)
+            return _attend_cache(q, keys[index], values[index], mask)
 
-        hidden = _layer(hidden, layer, rotary, attend, config, numerics)
-        return (hidden, written["keys"], written["values"]), None
+        return attend
 
     hidden = _embed(params, tokens, numerics)
-    indices = jnp.arange(config.num_layers)
-    carry = (hidden, cache.keys, cache.values)
-    (hidden, keys, values), _ = jax.lax.scan(layer_step, carry, (params.layers, indices))
+    for index, layer in enumerate(unstack_layers(params, config)):
+        hidden = _layer(hidden, layer, rotary, attend_at(index), config, numerics)
     hidden = _rms_norm(hidden, params.final_norm, config.rms_norm_eps)
-    return hidden, KVCache(keys=keys, values=values, valid=seen, slot=cache.slot + count)
+    after = KVCache(keys=tuple(keys), values=tuple(values), valid=seen, slot=cache.slot + count)
+    return hidden, after
+
+
+def unstack_layers(params: Params, config: ModelConfig) -> tuple[LayerParams, ...]:
+    """The layers one by one; a tuple, as `serving_params` makes it, stays as it is."""
+    if isinstance(params.layers, tuple):
+        return params.layers
+    return tuple(jax.tree.map(lambda leaf, i=i: leaf[i], params.layers) for i in range(config.num_layers))
 
 
 def head_of(params: Params) -> Float[Array, "V D"]:
@@ -123,6 +132,28 @@ def logits_of(params: Params, hidden: Float[Array, "*B D"], numerics: Numerics) 
     """Float32 logits in full; for few positions only, `token_logprobs` is the way for whole sequences."""
     head = head_of(params).astype(numerics.compute_dtype)
     return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _attend_cache(
+    q: Float[Array, "B T H d"],
+    keys: Float[Array, "B K S d"],
+    values: Float[Array, "B K S d"],
+    mask: Bool[Array, "B 1 T S"],
+) -> Float[Array, "B T H d"]:
+    """Grouped-query attention over a cache that has heads before slots; scores and softmax in float32."""
+    rows, count, heads, size = q.shape
+    groups = heads // keys.shape[1]
+    # Queries of one kv head side by side, query position outermost: one product per (row, kv head).
+    q = q.reshape(rows, count, -1, groups, size).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(rows, -1, count * groups, size)
+    scores = jnp.einsum("bkqd,bksd->bkqs", q, keys, preferred_element_type=jnp.float32) * size**-0.5
+    allowed = jnp.repeat(mask, groups, axis=2)
+    weights = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    mixed = jnp.einsum(
+        "bkqs,bksd->bkqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
+    mixed = mixed.astype(values.dtype).reshape(rows, -1, count, groups, size)
+    return mixed.transpose(0, 2, 1, 3, 4).reshape(rows, count, heads, size)
 
 
 def _embed(params: Params, tokens: Array, numerics: Numerics) -> Array:
@@ -146,7 +177,7 @@ def _layer(
     mixed = attend(_rotate(q, rotary), _rotate(k, rotary), v)
     hidden = hidden + dot(mixed.reshape(*mixed.shape[:2], -1), "o")
     x = _rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
-    return hidden + dot(jax.nn.silu(dot(x, "gate")) * dot(x, "up"), "down")
+    return hidden + dot(_swiglu(dot(x, "gate"), dot(x, "up")), "down")
 
 
 def _project(x: Array, name: str, *, layer: LayerParams, numerics: Numerics) -> Array:
@@ -161,18 +192,26 @@ def _heads(x: Array, head_dim: int) -> Array:
     return x.reshape(*x.shape[:-1], -1, head_dim)
 
 
+# The three functions below compute in float32 and round once, as the fused kernels of both sides do.
+
+
+def _swiglu(gate: Array, up: Array) -> Array:
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
 def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
     wide = x.astype(jnp.float32)
     normal = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    gain = scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-    return normal.astype(x.dtype) * gain
+    gain = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (normal * gain).astype(x.dtype)
 
 
 def _rotary(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
     """Cosine and sine `[B, T, 1, d/2]`, float32."""
     frequency = _inverse_frequencies(config)[None, None, None, :]
     angle = positions[..., None, None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+    # Behind a barrier: XLA would otherwise compute sines anew in every layer and for every head.
+    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
 def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
@@ -182,6 +221,6 @@ def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
 
 def _rotate(x: Array, rotary: tuple[Array, Array]) -> Array:
     """Rotate the halves of each head (the Hugging Face layout): (a, b) -> (a cos - b sin, b cos + a sin)."""
-    cos, sin = (part.astype(x.dtype) for part in rotary)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    cos, sin = rotary
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

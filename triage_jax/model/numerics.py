@@ -59,13 +59,18 @@ class Numerics:
 
 
 def serving_params(params: Params, numerics: Numerics) -> Params:
-    """Parameters as a serving engine holds them: quantised weights as operands, everything else in the compute dtype.
+    """Parameters as a sampler holds them: a tuple of layers, quantised weights as operands, the rest in compute dtype.
 
     Weights are rounded to BF16 before they are quantised, as an exported checkpoint is (numerics.md §3 row 11).
     """
     # Copies, even where the dtype is right already: the learner gives its own buffers away at the next update.
     params = jax.tree.map(lambda leaf: jnp.array(leaf, numerics.compute_dtype, copy=True), params)
-    quantize = jax.vmap(lambda weight: to_operand(weight, numerics.weight))
-    operands = {name: quantize(getattr(params.layers, name)) for name in numerics.quantized_names()}
-    layers: LayerParams = replace(params.layers, **operands)
-    return replace(params, layers=layers)
+    operands = {
+        name: jax.vmap(lambda weight: to_operand(weight, numerics.weight))(getattr(params.layers, name))
+        for name in numerics.quantized_names()
+    }
+    layers = replace(params.layers, **operands)
+    count = params.layers.input_norm.shape[0]
+    return replace(
+        params, layers=tuple(jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count))
+    )

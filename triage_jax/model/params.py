@@ -34,7 +34,7 @@ class Params:
     """A whole model."""
 
     embed: Leaf  # [V, D]
-    layers: LayerParams
+    layers: LayerParams | tuple[LayerParams, ...]  # stacked; a tuple, one per layer, in a sampler's weights
     final_norm: Leaf  # [D]
     lm_head: Leaf | None  # [V, D]; None when tied to `embed`
 

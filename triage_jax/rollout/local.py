@@ -27,7 +27,7 @@ from triage_jax.rollout.protocol import (
     SamplingParams,
     refuse_truncated_distribution,
 )
-from triage_jax.rollout.sampling import draw, row_uniforms
+from triage_jax.rollout.sampling import draw, greedy, row_uniforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,10 @@ def _generate(
 
     def append(state: _State, logits: Array) -> _State:
         """Draw the next token of every row that is not done."""
-        token, logprob = _choose(logits, seeds, state.step, temperature)
+        if temperature > 0.0:
+            token, logprob = draw(logits / temperature, row_uniforms(seeds, state.step))
+        else:
+            token, logprob = greedy(logits)
         alive = ~state.done
         token = jnp.where(alive, token, 0)
         return replace(
@@ -222,15 +225,3 @@ def _generate(
     )
     state = append(state, logits_of(weights, hidden[:, -1], numerics))
     return jax.lax.while_loop(unfinished, decode, state)
-
-
-def _choose(
-    logits: Float[Array, "B V"], seeds: UInt32[Array, "B"], step: Int[Array, ""], temperature: float
-) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    logp = jax.nn.log_softmax(logits / temperature if temperature > 0.0 else logits, axis=-1)
-    token = (
-        draw(logp, row_uniforms(seeds, step))
-        if temperature > 0.0
-        else jnp.argmax(logp, axis=-1).astype(jnp.int32)
-    )
-    return token, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]

@@ -1,4 +1,4 @@
-"""Drawing one token per row from log-probabilities."""
+"""Drawing one token per row from logits."""
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +17,34 @@ def row_uniforms(seeds: UInt32[Array, "B"], step: Int[Array, ""]) -> Float[Array
     return jax.vmap(one)(seeds)
 
 
-def draw(logp: Float[Array, "B V"], uniforms: Float[Array, "B"], block: int = 256) -> Int[Array, "B"]:
-    """Exact draw by inverse distribution function, in two levels: which block of the vocabulary, then which token.
+def draw(
+    logits: Float[Array, "B V"], uniforms: Float[Array, "B"], block: int = 256
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """A token per row from softmax(logits), and its log-probability in nats.
 
-    One uniform per row instead of one Gumbel variate per vocabulary entry, and cumulative sums of length
-    V/block and block instead of V. A token of probability zero is never drawn.
+    Exact, by inverse distribution function in two levels: which block of the vocabulary, then which token. That takes
+    one exponential per logit and one uniform per row, where the Gumbel trick takes a variate and two logarithms per
+    logit. A token of probability zero is never drawn.
     """
-    rows, vocab = logp.shape
-    probability = jnp.exp(jnp.pad(logp, ((0, 0), (0, -vocab % block)), constant_values=-jnp.inf))
-    probability = probability.reshape(rows, -1, block)
-    mass = jnp.sum(probability, axis=-1)
-    chosen, rest = _pick(mass, uniforms[:, None] * jnp.sum(mass, axis=-1, keepdims=True))
-    inside = jnp.take_along_axis(probability, chosen[:, None, None], axis=1)[:, 0]
+    rows, vocab = logits.shape
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - highest)
+    weights = jnp.pad(weights, ((0, 0), (0, -vocab % block))).reshape(rows, -1, block)
+    mass = jnp.sum(weights, axis=-1)
+    total = jnp.sum(mass, axis=-1, keepdims=True)
+    chosen, rest = _pick(mass, uniforms[:, None] * total)
+    inside = jnp.take_along_axis(weights, chosen[:, None, None], axis=1)[:, 0]
     offset, _ = _pick(inside, rest)
-    return (chosen * block + offset).astype(jnp.int32)
+    token = chosen * block + offset
+    picked = jnp.take_along_axis(logits, token[:, None], axis=-1)
+    return token.astype(jnp.int32), (picked - highest - jnp.log(total))[:, 0]
+
+
+def greedy(logits: Float[Array, "B V"]) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """The most probable token per row (the first of equals), and its log-probability."""
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    return token, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]
 
 
 def _pick(weights: Float[Array, "B N"], target: Float[Array, "B 1"]) -> tuple[Array, Array]:
