@@ -21,6 +21,7 @@ from triage_jax import train
 from triage_jax.learner import Checkpoints, group_advantages
 from triage_jax.metrics import read_metrics, repeatable
 from triage_jax.model import load_model, save_model
+from triage_jax.rollout import Capabilities, LocalEngine
 from triage_jax.run import resolve_model
 from triage_jax.tasks.tokenizer import TextCodec, save_tokenizer
 
@@ -226,9 +227,10 @@ def test_a_run_is_never_overwritten_unasked(finished, tmp_path, capsys):
 
 
 def test_overwrite_never_deletes_what_is_not_a_run(tmp_path, capsys):
-    (tmp_path / "thesis.txt").write_text("four years")
-    assert train.main(_arguments(tmp_path, "--overwrite", "--steps", "0")) == 0
-    assert (tmp_path / "thesis.txt").read_text() == "four years"
+    for _ in range(2):
+        (tmp_path / "thesis.txt").write_text("four years")
+        assert train.main(_arguments(tmp_path, "--overwrite", "--steps", "0")) == 0
+        assert (tmp_path / "thesis.txt").read_text() == "four years"
 
 
 def test_two_processes_never_share_a_directory(tmp_path, capsys):
@@ -325,6 +327,14 @@ def test_wrong_usage_is_one_line_and_status_2(tmp_path, capsys, flags, message):
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
+
+
+def test_sides_that_speak_of_different_distributions_are_refused(tmp_path, capsys, monkeypatch):
+    untempered = Capabilities(logprobs_follow_temperature=False, deterministic=True, description="a server")
+    monkeypatch.setattr(LocalEngine, "capabilities", untempered)
+    arguments = _arguments(tmp_path / "x", "--rollout.temperature", "0.7")
+    assert train.main(arguments) == 2
+    assert "returns log-probabilities at temperature 1 whatever" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mesh", [("8", "1"), ("2", "4")])

@@ -33,7 +33,7 @@ class MetricLog:
         self._kept: list[Row] = []
         if keep_steps is not None and path.exists():
             self._kept = [row for row in read_metrics(path) if row["step"] <= keep_steps]
-            _replace(path, "".join(_line(row) for row in self._kept))
+            write_atomically(path, "".join(_line(row) for row in self._kept))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
@@ -125,7 +125,8 @@ def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _replace(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that a crash leaves the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

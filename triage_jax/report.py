@@ -172,7 +172,7 @@ def write_report(paths: Paths) -> None:
         axis.grid(alpha=0.25)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
-    figure.suptitle(str(paths.root))
+    figure.suptitle(paths.root.name)
     figure.savefig(paths.report, dpi=130)
     pyplot.close(figure)
 

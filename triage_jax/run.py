@@ -1,6 +1,7 @@
 """What a training run works with: its directory, model, tokenizer, task and engine, opened and checked up front."""
 
 import fcntl
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from triage_jax.learner import (
     make_mesh,
     parameter_shardings,
 )
-from triage_jax.metrics import MetricLog, TensorBoard, Tracker, WeightsAndBiases
+from triage_jax.metrics import MetricLog, TensorBoard, Tracker, WeightsAndBiases, write_atomically
 from triage_jax.model import ModelConfig, Params, load_model, save_model
 from triage_jax.rollout import Engine, LocalEngine
 from triage_jax.tasks.arithmetic import ArithmeticTask
@@ -97,6 +98,17 @@ class Paths:
     def model(self) -> Path:
         return self.root / "model"
 
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    def clear(self) -> None:
+        """Delete what a run writes, and nothing else that may lie in the directory."""
+        for path in (self.checkpoints, self.skipped, self.model, self.tensorboard):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (self.metrics, self.report, self.config):
+            path.unlink(missing_ok=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -156,9 +168,10 @@ def open_run(config: TrainConfig, *, resume: bool = False) -> Iterator[Run]:
         log = MetricLog(paths.metrics, _trackers(config, paths, step), keep_steps=kept if resume else None)
         stack.callback(log.close)
         if saved != to_dict(config):
-            paths.config.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+            write_atomically(paths.config, yaml.safe_dump(to_dict(config), sort_keys=False))
         engine = LocalEngine(model, config.numerics.sampler, config.rollout.local)
         stack.callback(engine.close)
+        _check_engine(config, engine)
         # Also after a resume: the first sample must come from the restored weights, not from the base model.
         engine.update_weights(state.params, step)
         yield Run(
@@ -270,6 +283,16 @@ def _check_context(config: TrainConfig, model: ModelConfig) -> None:
         )
 
 
+def _check_engine(config: TrainConfig, engine: Engine) -> None:
+    """Both log-probabilities must belong to the same distribution, or the gap would be an artefact."""
+    temperature = config.rollout.temperature
+    if temperature != 1.0 and not engine.capabilities.logprobs_follow_temperature:
+        raise ConfigError(
+            f"rollout.temperature = {temperature}, and the engine ({engine.capabilities.description}) returns "
+            "log-probabilities at temperature 1 whatever the sampling; accepted: rollout.temperature = 1"
+        )
+
+
 def _open_task(config: TrainConfig, stack: ExitStack) -> Task:
     if config.task.name == "arithmetic":
         return ArithmeticTask(config.task.arithmetic)
@@ -279,7 +302,7 @@ def _open_task(config: TrainConfig, stack: ExitStack) -> Task:
 def _trackers(config: TrainConfig, paths: Paths, step: int) -> list[Tracker]:
     trackers: list[Tracker] = []
     if config.track.tensorboard:
-        trackers.append(TensorBoard(paths.root / "tensorboard", resume_at=step + 1 if step else None))
+        trackers.append(TensorBoard(paths.tensorboard, resume_at=step + 1 if step else None))
     if config.track.wandb_project:
         trackers.append(WeightsAndBiases(config.track.wandb_project, paths.root, to_dict(config)))
     return trackers

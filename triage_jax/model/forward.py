@@ -7,6 +7,7 @@ Architecture: Qwen3 technical report (arXiv 2505.09388) and the reference implem
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,8 @@ def forward(
     if remat:
         layer_step = jax.checkpoint(layer_step)
     hidden = _embed(params, tokens, numerics)
-    hidden, _ = jax.lax.scan(layer_step, hidden, params.layers)
+    layers: Any = params.layers
+    hidden, _ = jax.lax.scan(layer_step, hidden, layers)
     return _rms_norm(hidden, params.final_norm, config.rms_norm_eps)
 
 

@@ -1,12 +1,12 @@
 """Which products of a model run in which number format: a setting, printed at start, never an environment variable."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from triage_jax.model.params import LayerParams, Params
+from triage_jax.model.params import Params
 from triage_jax.nvfp4 import DotRecipe, Execution, QuantSpec, to_operand
 
 MLP = ("gate", "up", "down")
@@ -63,14 +63,19 @@ def serving_params(params: Params, numerics: Numerics) -> Params:
 
     Weights are rounded to BF16 before they are quantised, as an exported checkpoint is (numerics.md §3 row 11).
     """
+    if isinstance(params.layers, tuple):
+        raise ValueError(
+            "serving_params takes a learner's parameters, with stacked layers; these are a sampler's"
+        )
     # Copies, even where the dtype is right already: the learner gives its own buffers away at the next update.
     params = jax.tree.map(lambda leaf: jnp.array(leaf, numerics.compute_dtype, copy=True), params)
+    layers: Any = params.layers
     operands = {
-        name: jax.vmap(lambda weight: to_operand(weight, numerics.weight))(getattr(params.layers, name))
+        name: jax.vmap(lambda weight: to_operand(weight, numerics.weight))(getattr(layers, name))
         for name in numerics.quantized_names()
     }
-    layers = replace(params.layers, **operands)
-    count = params.layers.input_norm.shape[0]
+    layers = replace(layers, **operands)
+    count = layers.input_norm.shape[0]
     return replace(
         params, layers=tuple(jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count))
     )

@@ -85,7 +85,7 @@ class LocalEngine:
         return self._version
 
     def update_weights(self, params: Params, version: int) -> None:
-        self._weights = _prepare(params, self._numerics)
+        self._weights = jax.block_until_ready(_prepare(params, self._numerics))
         self._version = version
 
     def generate(
