@@ -132,7 +132,9 @@ def print_summary(paths: Paths, console: Console | None = None) -> None:
     if steps:
         seconds = sum(float(row["time/step"] or 0) for row in steps)
         console.print(f"{len(steps)} steps in {seconds:.0f} s; means over {window} steps at either end")
-    console.print(f"metrics {paths.metrics}\nfigure  {paths.report}\nmodel   {paths.model}", markup=False)
+    for name, path in (("metrics", paths.metrics), ("figure", paths.report), ("model", paths.model)):
+        if path.exists():
+            console.print(f"{name:8}{path}", markup=False, soft_wrap=True)
 
 
 def write_report(paths: Paths) -> None:
@@ -167,7 +169,8 @@ def write_report(paths: Paths) -> None:
     _line(action, steps, "gate/damped_fraction/token", BLUE, "tokens damped by the Gate")
     _line(action, steps, "repair/active_fraction/segment", ORANGE, "segments under Repair")
     _line(action, steps, "tis/clip_fraction/token", GREEN, "tokens clipped by TIS")
-    action.set(title="Gate, Repair, TIS", ylabel="share", xlabel="step", ylim=(-0.02, 1.02))
+    action.set(title="Gate, Repair, TIS", ylabel="share", xlabel="step")
+    action.set_ylim(0.0, max(0.01, action.get_ylim()[1]))
     for axis in axes.flat:
         axis.grid(alpha=0.25)
         if axis.get_legend_handles_labels()[0]:

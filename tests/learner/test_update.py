@@ -86,7 +86,7 @@ def test_score_is_the_same_for_every_partition():
         np.testing.assert_allclose(parts.entropy, whole.entropy, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 4, 8])
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("reduction", ["response", "token", "fixed"])
 def test_micro_batches_change_neither_loss_nor_gradient(size, reduction):
     learner = replace(LEARNER, objective=replace(LEARNER.objective, reduction=reduction))
@@ -110,8 +110,15 @@ def _gradient(learner: Learner, batch: RolloutBatch, mesh: MeshConfig):
     return after, report
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(data=8), MeshConfig(data=2, fsdp=4), MeshConfig(fsdp=8)])
-@pytest.mark.parametrize("micro", [0, 8])
+@pytest.mark.parametrize(
+    ("mesh", "micro"),
+    [
+        (MeshConfig(data=8), 0),
+        (MeshConfig(data=2, fsdp=4), 0),
+        (MeshConfig(data=2, fsdp=4), 8),
+        (MeshConfig(fsdp=8), 8),
+    ],
+)
 def test_eight_devices_give_the_loss_and_gradient_of_one(mesh, micro):
     learner = replace(LEARNER, settings=LearnerConfig(micro_batch=micro, mesh=mesh))
     one, single = _gradient(learner, _batch(), MeshConfig())

@@ -47,6 +47,19 @@ class KVCache:
             slot=jnp.zeros((), jnp.int32),
         )
 
+    def grown_to(self, slots: int) -> "KVCache":
+        """The same with room for `slots` slots; as it is where it has them already."""
+        more = slots - self.valid.shape[1]
+        if more <= 0:
+            return self
+        wider = ((0, 0), (0, 0), (0, more), (0, 0))
+        return KVCache(
+            keys=tuple(jnp.pad(layer, wider) for layer in self.keys),
+            values=tuple(jnp.pad(layer, wider) for layer in self.values),
+            valid=jnp.pad(self.valid, ((0, 0), (0, more))),
+            slot=self.slot,
+        )
+
 
 def forward(
     params: Params,

@@ -204,16 +204,13 @@ def _generate(
             lengths=state.lengths + alive,
         )
 
-    def unfinished(state: _State) -> Array:
-        return (state.step < limit) & ~jnp.all(state.done)
-
     def decode(state: _State) -> _State:
         token = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1)
         hidden, cache = forward_cached(weights, token, ~state.done[:, None], state.cache, config, numerics)
         return append(replace(state, cache=cache), logits_of(weights, hidden[:, 0], numerics))
 
-    # The last token drawn is never fed back, so its slot is not needed.
-    cache = KVCache.empty(config, rows, width + limit - 1, numerics.compute_dtype)
+    stages = _stages(limit)
+    cache = KVCache.empty(config, rows, width + stages[0] - 1, numerics.compute_dtype)
     hidden, cache = forward_cached(weights, tokens, valid, cache, config, numerics)
     state = _State(
         step=jnp.zeros((), jnp.int32),
@@ -224,4 +221,22 @@ def _generate(
         lengths=jnp.zeros(rows, jnp.int32),
     )
     state = append(state, logits_of(weights, hidden[:, -1], numerics))
-    return jax.lax.while_loop(unfinished, decode, state)
+    for end in stages:
+        # The last token drawn is never fed back, so its slot is not needed.
+        state = replace(state, cache=state.cache.grown_to(width + end - 1))
+        state = jax.lax.while_loop(
+            lambda state, end=end: (state.step < end) & ~jnp.all(state.done), decode, state
+        )
+    return state
+
+
+def _stages(limit: int) -> tuple[int, ...]:
+    """Response lengths at which the cache grows: 32, 64, 128, ... up to `limit`.
+
+    Attention reads every slot of the cache, filled or not. With one loop per doubling it reads at most twice what is
+    filled, for the price of compiling the decode step once per stage.
+    """
+    ends = [32]
+    while ends[-1] < limit:
+        ends.append(2 * ends[-1])
+    return (*(end for end in ends if end < limit), limit)
