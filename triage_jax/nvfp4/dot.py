@@ -12,8 +12,6 @@ from triage_jax.nvfp4.operand import Operand, to_operand
 from triage_jax.nvfp4.spec import DotRecipe
 
 Execution = Literal["float32", "bf16", "emulated"]
-FEW_ROWS = 256
-"""Up to this many rows the product's operands change places (`_forward_product`)"""
 
 
 def quantized_dot(
@@ -61,12 +59,12 @@ def _straight_through(
     x: Float[Array, "... K"], w: Float[Array, "N K"] | Operand, recipe: DotRecipe | None
 ) -> Float[Array, "... N"]:
     if recipe is None:
-        y = _forward_product(x, w.values if isinstance(w, Operand) else w)
+        y = _bf16_product(x, x.ndim - 1, w.values if isinstance(w, Operand) else w, 1)
         y = y * _along_output(w.scale, x.ndim) if isinstance(w, Operand) else y
         return y.astype(x.dtype)
     left = to_operand(x, recipe.activation)
     right = w if isinstance(w, Operand) else to_operand(w, recipe.weight)
-    y = _forward_product(left.values, right.values)
+    y = _bf16_product(left.values, x.ndim - 1, right.values, 1)
     return (y * (left.scale * _along_output(right.scale, x.ndim))).astype(x.dtype)
 
 
@@ -99,16 +97,6 @@ _straight_through.defvjp(_forward, _backward)
 def _along_output(scale: Float32[Array, "..."], ndim: int) -> Float32[Array, "..."]:
     """A weight's scale, a scalar or [N, 1], as it multiplies the product's last axis."""
     return scale.reshape((1,) * (ndim - 1) + (-1,)) if scale.ndim else scale
-
-
-def _forward_product(x: Array, w: Array) -> Float32[Array, "... N"]:
-    """x · wᵀ with float32 accumulation."""
-    rows = x.size // x.shape[-1]
-    if rows > FEW_ROWS or rows >= w.shape[0] or jax.default_backend() != "cpu":
-        return _bf16_product(x, x.ndim - 1, w, 1)
-    # XLA:CPU copies its right operand into panels first. In a decode step, with few rows, copying the weight costs
-    # as much as multiplying by it; so the activation goes to the right.
-    return jnp.moveaxis(_bf16_product(w, 1, x, x.ndim - 1), 0, -1)
 
 
 def _bf16_product(a: Array, a_axis: int, b: Array, b_axis: int) -> Float32[Array, "..."]:
