@@ -46,6 +46,7 @@ def _live_metrics(
     r = ratio(log_ratio)
     clipped = jnp.where(advantage > 0, r > 1 + config.clip.high, (advantage < 0) & (r < 1 - config.clip.low))
     active = repair.valid & (repair.force > 0)
+    in_scope = repair.selected > 0
     return {
         "ppo/ratio/token": Mean(total=zero_masked(r, mask).sum(), count=tokens),
         "ppo/clip_fraction/token": Mean(total=clipped.sum(dtype=jnp.int32), count=tokens),
@@ -53,6 +54,10 @@ def _live_metrics(
         "repair/mean_gap/segment": Mean(total=repair.mean_gap.sum(), count=segments),
         "repair/active_fraction/segment": Mean(total=active.sum(dtype=jnp.int32), count=segments),
         "repair/force_mean/segment": Mean(total=repair.force.sum(), count=segments),
+        "repair/scoped_force_mean/segment": Mean(
+            total=zero_masked(repair.force, in_scope).sum(), count=in_scope.sum(dtype=jnp.int32)
+        ),
+        "repair/segments/response": Mean(total=segments, count=(tokens > 0).astype(jnp.int32)),
         "repair/scope_token_fraction/token": Mean(total=repair.selected.sum(dtype=jnp.int32), count=tokens),
     }
 
@@ -100,6 +105,7 @@ def triage_loss(
         policy = policy_loss(logp, response, hundredths, config.clip, config.tis, config.reduction)
         repair = repair_segments(logp, response, config.repair)
         metrics = response_metrics(response, weights, config) | _live_metrics(logp, response, repair, config)
+        metrics["gate/weight_units"] = Sum(total=hundredths.sum(dtype=jnp.int32))
         return policy, repair.penalty.sum(), metrics
 
     policy, penalty, metrics = jax.vmap(one)(logp, batch, lax.stop_gradient(weights))

@@ -40,6 +40,7 @@ before `exp`. Gate and Repair diagnostics follow their thresholds whether or not
 | `rho_asym/effective` | 1 | ratio | weighed by abs(A) times the TIS weight |
 | `rho_asym/gated` | 1 | ratio | weighed by abs(A) times TIS and Gate weight |
 | `gate/weight_mean/token` | 1 | mean | applied Gate weight |
+| `gate/weight_units` | 1/100 | sum | applied Gate weights of the valid tokens, in hundredths |
 | `gate/damped_fraction/token` | 1 | mean | share with an applied weight below 1 |
 | `gate/segment_weight_mean/segment` | 1 | mean | verdict w_s over valid segments |
 | `gate/eligible_fraction/segment` | 1 | mean | share of valid segments with mean A < 0 |
@@ -53,6 +54,8 @@ before `exp`. Gate and Repair diagnostics follow their thresholds whether or not
 | `repair/mean_gap/segment` | nat | mean | d_R of the live gap logp - sampler_logp |
 | `repair/active_fraction/segment` | 1 | mean | share of valid segments with a penalty |
 | `repair/force_mean/segment` | nat | mean | slope of the penalty, 0 where inactive |
+| `repair/scoped_force_mean/segment` | nat | mean | the same over segments with a token in scope |
+| `repair/segments/response` | 1 | mean | valid segments per response |
 | `repair/scope_token_fraction/token` | 1 | mean | share that Repair's scope selects |
 """
 
