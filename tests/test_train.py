@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -109,7 +110,9 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(finished, t
 
 
 def _start(arguments: list[str]) -> subprocess.Popen:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    # As many devices as this process has: XLA cuts a reduction by the threads a device gets, which moves the last bit.
+    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(jax.device_count())}
+    environment = {**os.environ, **devices, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-m", "triage_jax.train", *arguments],
         env=environment,
@@ -269,7 +272,8 @@ def test_prompts_that_are_too_long_are_counted_and_skipped(tmp_path):
     files = tmp_path / "rows.jsonl"
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1+2+3+4+5+6=", "answer": "21"}]
     files.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = ("--task.name", "jsonl", "--task.jsonl.files", str(files), "--eval.problems", "0")
+    data = ("--task.name", "jsonl", "--task.jsonl.files", str(files), "--task.jsonl.heldout-fraction", "0")
+    data = (*data, "--eval.problems", "0", "--rollout.max-prompt-tokens", "8")
     out = tmp_path / "long"
     assert train.main(_arguments(out, *data, "--steps", "2")) == 0
     steps = [row for row in _rows(out) if "loss" in row]
@@ -316,7 +320,7 @@ def test_dry_run_plans_and_writes_nothing(tmp_path, capsys):
     ("flags", "message"),
     [
         (("--model.path", "nowhere"), "model.path: nowhere holds no config.json"),
-        (("--rollout.max-new-tokens", "510"), "= 520; the model's context holds 512"),
+        (("--rollout.max-new-tokens", "510"), "= 574; the model's context holds 512"),
         (("--learner.mesh.data", "16", "--rollout.samples-per-prompt", "8"), "needs 16 devices"),
         (("--task.name", "jsonl"), "task: a JSONL task needs files"),
         (("--task.arithmetic.prompt", "~{expression}"), "the tokenizer cannot write the prompt"),
