@@ -140,7 +140,7 @@ def test_costly_answers_never_reach_the_child(answer, status):
     with MathVerifier() as fresh:
         started = time.monotonic()
         assert fresh.score(r"\boxed{" + answer + "}", "18").status == status
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 5.0
         assert fresh.checker.starts == 0
 
 
@@ -157,7 +157,7 @@ def test_fast_path_needs_no_child():
         pairs = [(rf"\boxed{{{n}}}", f"{n}.0") for n in range(2000)]
         started = time.monotonic()
         assert all(verdict.reward == 1.0 for verdict in fresh.score_batch(pairs))
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 20.0
         assert fresh.checker.starts == 0
 
 
@@ -182,7 +182,7 @@ def test_last_boxed(text, content):
 def test_extraction_is_linear():
     started = time.monotonic()
     assert extract_answer(r"\boxed{" * 100_000 + "<answer>" * 50_000) is None
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 20.0
 
 
 @pytest.mark.parametrize(
