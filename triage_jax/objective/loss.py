@@ -105,7 +105,6 @@ def triage_loss(
         policy = policy_loss(logp, response, hundredths, config.clip, config.tis, config.reduction)
         repair = repair_segments(logp, response, config.repair)
         metrics = response_metrics(response, weights, config) | _live_metrics(logp, response, repair, config)
-        metrics["gate/weight_units"] = Sum(total=hundredths.sum(dtype=jnp.int32))
         return policy, repair.penalty.sum(), metrics
 
     policy, penalty, metrics = jax.vmap(one)(logp, batch, lax.stop_gradient(weights))

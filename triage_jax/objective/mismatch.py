@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from triage_jax.objective.batch import Response, TokenBatch, check_shapes, response_of, zero_masked
+from triage_jax.objective.batch import (
+    Response,
+    TokenBatch,
+    check_shapes,
+    response_of,
+    to_hundredths,
+    zero_masked,
+)
 from triage_jax.objective.config import TriageConfig
 from triage_jax.objective.gate import gate_segments, gate_weights
 from triage_jax.objective.metrics import EffectiveSize, Max, Mean, Metrics, Min, Sum, collapse
@@ -96,6 +103,7 @@ def _gate_metrics(response: Response, weights: Float[Array, " T"], config: Triag
     verdict = zero_masked(found.weight, found.valid).sum(dtype=jnp.int32).astype(response.gap.dtype) / 100
     return {
         "gate/weight_mean/token": Mean(total=zero_masked(weights, mask).sum(), count=tokens),
+        "gate/weight_units": Sum(total=to_hundredths(weights, mask).sum(dtype=jnp.int32)),
         "gate/damped_fraction/token": Mean(total=_count(mask & (weights < 1)), count=tokens),
         "gate/segment_weight_mean/segment": Mean(total=verdict, count=valid),
         "gate/eligible_fraction/segment": Mean(total=eligible, count=valid),
