@@ -1,5 +1,7 @@
 """Batches for the objective's tests."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +37,7 @@ def random_batch(seed, responses=8, tokens=200, dtype=np.float32, per_token=Fals
     advantages[0] = 0.0
     mask = (np.arange(tokens) < rng.integers(1, tokens + 1, (responses, 1))) & (rng.random(shape) < 0.95)
     mask[1] = False
-    as_array = lambda x: jnp.asarray(x, dtype)  # noqa: E731
+    as_array = partial(jnp.asarray, dtype=dtype)
     batch = TokenBatch(as_array(old), as_array(sampler), as_array(advantages), jnp.asarray(mask))
     return as_array(live), batch
 
