@@ -43,7 +43,7 @@ def describe_step(
         "optimizer/param_norm": float(outcome.param_norm),
         "optimizer/applied": int(outcome.applied),
         "optimizer/skipped": int(state.skipped),
-        "rollout/weight_version": min(sample.weight_version for sample in samples),
+        "rollout/weight_version": min(int(sample.weight_versions.min()) for sample in samples),
     }
 
 

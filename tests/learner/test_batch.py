@@ -14,7 +14,7 @@ def _sample(ids: list[int], logprobs: list[float] | None = None) -> Sample:
         token_ids=np.array(ids, np.int32),
         logprobs=np.array(logprobs, np.float32),
         finish_reason="stop",
-        weight_version=0,
+        weight_versions=np.zeros(len(ids), np.int32),
     )
 
 

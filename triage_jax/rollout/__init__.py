@@ -4,6 +4,7 @@ from triage_jax.rollout.local import LocalEngine, LocalEngineConfig
 from triage_jax.rollout.protocol import (
     Capabilities,
     Engine,
+    EngineError,
     FinishReason,
     Progress,
     Request,
@@ -15,6 +16,7 @@ from triage_jax.rollout.protocol import (
 __all__ = [
     "Capabilities",
     "Engine",
+    "EngineError",
     "FinishReason",
     "LocalEngine",
     "LocalEngineConfig",

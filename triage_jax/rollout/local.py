@@ -77,6 +77,7 @@ class LocalEngine:
         return Capabilities(
             logprobs_follow_temperature=True,
             deterministic=True,
+            overlaps=False,
             description=f"local JAX sampler, {self._numerics.describe()}",
         )
 
@@ -108,6 +109,9 @@ class LocalEngine:
             if progress is not None:
                 progress(len(samples), sum(len(sample.token_ids) for sample in samples))
         return samples
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         self._weights = None
@@ -161,7 +165,7 @@ class LocalEngine:
                 token_ids=drawn[row, : lengths[row]],
                 logprobs=logprobs[row, : lengths[row]],
                 finish_reason="stop" if done[row] else "length",
-                weight_version=self._version,
+                weight_versions=np.full(lengths[row], self._version, np.int32),
             )
             for row, request in enumerate(requests)
         ]

@@ -51,7 +51,12 @@ class Sample:
     """float32 `[n]`, nats, of the sampled tokens under the engine's own numerics"""
     finish_reason: FinishReason
     """stop: a stop id was drawn; length: the limit was hit, the response is truncated; abort: cut off by the engine"""
-    weight_version: int
+    weight_versions: np.ndarray
+    """int32 `[n]`, version of the weights that drew each token; not constant where a refit fell into the response"""
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on: the message says which server, what it answered and what to do. Nothing is half done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,8 @@ class Capabilities:
     """True: log-softmax(logits / temperature); False: log-softmax(logits) whatever the temperature"""
     deterministic: bool
     """Same weights, requests and batch shape: the same bits"""
+    overlaps: bool
+    """`generate` may run in another thread while the caller computes, and `update_weights` may fall into it"""
     description: str
 
 
@@ -80,11 +87,15 @@ class Engine(Protocol):
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress | None = None
     ) -> list[Sample]:
-        """Samples in the order of the requests; raises rather than return fewer."""
+        """Samples in the order of the requests; raises EngineError rather than return fewer."""
         ...
 
     def update_weights(self, params: Params, version: int) -> None:
         """Replace the weights; all later samples carry `version`."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Counts and times since the last call, under keys of the form `engine/...`."""
         ...
 
     def close(self) -> None: ...

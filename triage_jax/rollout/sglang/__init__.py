@@ -1,0 +1,1 @@
+"""An SGLang server as the rollout engine, over HTTP."""
