@@ -9,8 +9,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.nvfp4 import twin
+from tests.nvfp4.test_quantize import JITTED as quantize
 from tests.nvfp4.test_quantize import settings_of
-from triage_jax.nvfp4 import DotRecipe, QuantizedTensor, QuantSpec, quantize, quantized_dot
+from triage_jax.nvfp4 import DotRecipe, QuantizedTensor, QuantSpec, quantized_dot
 from triage_jax.nvfp4.formats import e2m1_decode, e4m3_decode
 from triage_jax.nvfp4.native import block_scaled_product, e2m1_array, e4m3_array
 
@@ -50,21 +51,19 @@ def test_product_is_the_float64_sum(run, specs, shapes):
     assert_is_the_float64_product(y, x, w, specs)
 
 
-@MODES
 @pytest.mark.parametrize("specs", [(ROW, TENSOR), (ROW, ROW)], ids=str)
-def test_experts_are_paired_along_leading_axes(run, specs):
+def test_experts_are_paired_along_leading_axes(specs):
     x, w = draw(3, 5, 64), draw(3, 7, 64)
-    y = run(quantize(jnp.asarray(x), specs[0]), quantize(jnp.asarray(w), specs[1]))
+    y = JITTED(quantize(jnp.asarray(x), specs[0]), quantize(jnp.asarray(w), specs[1]))
     assert_is_the_float64_product(y, x, w, specs)
 
 
-@MODES
-def test_one_global_scale_per_expert_as_vmap_leaves_it(run):
+def test_one_global_scale_per_expert_as_vmap_leaves_it():
     """vmap of a per-tensor quantiser gives global scales [E]: the product must read them as one per expert."""
     x, w = draw(4, 5, 32), draw(4, 6, 32)
     left, right = (jax.vmap(lambda m: quantize(m, TENSOR))(jnp.asarray(m)) for m in (x, w))
     assert left.global_scale.shape == (4,)
-    y = run(left, right)
+    y = JITTED(left, right)
     for e in range(4):
         assert_is_the_float64_product(y[e], x[e], w[e], (TENSOR, TENSOR))
 
