@@ -22,7 +22,9 @@ def assign_req_to_token_pool_cpu(
 ) -> None:
     """table[rows[i], starts[i]:ends[i]] = the next ends[i] - starts[i] of `slots`; `width` is not needed."""
     lengths = (ends - starts).tolist()
-    for row, start, part in zip(rows.tolist(), starts.tolist(), slots[: sum(lengths)].split(lengths), strict=True):
+    for row, start, part in zip(
+        rows.tolist(), starts.tolist(), slots[: sum(lengths)].split(lengths), strict=True
+    ):
         table[row, start : start + len(part)] = part.to(table.dtype)
 
 
@@ -31,6 +33,8 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise AttributeError(f"the sgl_kernel stand-in has no {name}")
 
     def missing(*_: object, **__: object) -> NoReturn:
-        raise NotImplementedError(f"the sgl_kernel stand-in has no {name}: this server runs plain text models only")
+        raise NotImplementedError(
+            f"the sgl_kernel stand-in has no {name}: this server runs plain text models only"
+        )
 
     return missing
