@@ -22,6 +22,7 @@ from triage_jax.rollout.sglang.errors import (
     ServerFailed,
     SglangError,
 )
+from triage_jax.rollout.sglang.facts import ServerFacts, read_facts
 from triage_jax.rollout.sglang.wire import (
     Json,
     Limits,
@@ -32,7 +33,9 @@ from triage_jax.rollout.sglang.wire import (
     parse_label,
     read_sample,
     read_scores,
+    read_spread,
     score_payload,
+    spread_payload,
 )
 
 type Method = Literal["GET", "POST"]
@@ -143,6 +146,26 @@ class Client:
     async def server_info(self) -> dict[str, Json]:
         """Resolved launch arguments and state: version, max_req_input_len, enable_deterministic_inference, ..."""
         return await self._object("GET", "/server_info")
+
+    async def facts(self) -> ServerFacts:
+        """What of `server_info` matters; raises Unsupported for a server that cannot be trained with."""
+        return read_facts(await self.server_info(), url=self.url)
+
+    async def follows_temperature(self, ids: tuple[int, ...]) -> bool | None:
+        """Whether log-probabilities are those of logits / temperature, by measurement; None: cannot be told.
+
+        A server started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 leaves the temperature out and nothing it says shows
+        it. The spread of the top log-probabilities at the end of `ids` halves from temperature 1 to 2, or does not.
+        """
+        check_ids(ids, self._limits, name="ids", url=self.url)
+        spread = {}
+        for temperature in (1.0, 2.0):
+            rid = new_rid()
+            body = await self._call("POST", "/generate", spread_payload(ids, temperature, rid), rid)
+            spread[temperature] = read_spread(body, rid, url=self.url)
+        if spread[1.0] < 0.1:
+            return None
+        return spread[2.0] < 0.75 * spread[1.0]
 
     async def model_info(self) -> dict[str, Json]:
         """model_path, weight_version, architectures, ..."""

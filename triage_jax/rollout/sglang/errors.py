@@ -57,6 +57,10 @@ class StaleServer(BadResponse):
     """A sample of weights that were not asked for: the server restarted, or somebody else updates it."""
 
 
+class Unsupported(SglangError):
+    """A server this engine cannot train with: another engine, too old, or with options that change what is sampled."""
+
+
 class RefitFailed(SglangError):
     """New weights were not loaded, or cannot be proven to be."""
 

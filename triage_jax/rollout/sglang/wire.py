@@ -140,6 +140,32 @@ def score_payload(ids: tuple[int, ...], rid: str) -> dict[str, Json]:
     }
 
 
+def spread_payload(ids: tuple[int, ...], temperature: float, rid: str) -> dict[str, Json]:
+    """Body of POST /generate that draws one token and asks for the eight likeliest at a temperature."""
+    sampling: dict[str, Json] = {"max_new_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": -1}
+    return score_payload(ids, rid) | {
+        "sampling_params": sampling | {"min_p": 0.0, "ignore_eos": True},
+        "logprob_start_len": -1,
+        "top_logprobs_num": 8,
+    }
+
+
+def read_spread(body: Json, rid: str, *, url: str = "sglang") -> float:
+    """Likeliest minus least likely of the top log-probabilities of the one token drawn, nats."""
+    reply = _Reply(body, url=url, rid=rid)
+    tops = reply.meta.get("output_top_logprobs")
+    entries = tops[0] if isinstance(tops, list) and tops else None
+    values = (
+        [entry[0] for entry in entries if isinstance(entry, list) and entry]
+        if isinstance(entries, list)
+        else []
+    )
+    if len(values) < 2:
+        raise reply.bad("output_top_logprobs", "missing or fewer than two entries")
+    numbers = [reply.logprob("output_top_logprobs", i, value) for i, value in enumerate(values)]
+    return max(numbers) - min(numbers)
+
+
 def read_sample(
     body: Json,
     request: Request,
