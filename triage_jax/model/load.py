@@ -61,7 +61,7 @@ def load_model(path: str | Path, dtype: jax.typing.DTypeLike = jnp.float32) -> t
     config = load_config(directory)
     shapes = abstract_params(config, dtype)
     with ExitStack() as stack:
-        weights = _Weights(directory, stack)
+        weights = WeightFiles(directory, stack)
         weights.check_names(set(tensor_names(config)), tied=config.tie_embeddings)
 
         def whole(name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
@@ -91,21 +91,25 @@ def load_model(path: str | Path, dtype: jax.typing.DTypeLike = jnp.float32) -> t
     return params, config
 
 
-def load_config(path: str | Path) -> ModelConfig:
-    """Settings of a model directory; raises ModelError naming the file and the field."""
+def load_config(path: str | Path, *, quantized: bool = False) -> ModelConfig:
+    """Settings of a model directory; raises ModelError naming the file and the field.
+
+    `quantized` accepts a directory of quantised weights, which `model.quantized` reads.
+    """
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(f"{directory}: not a directory; a Hugging Face model directory is required")
     generation = directory / "generation_config.json"
     try:
-        return ModelConfig.from_hf(
-            _read_json(directory / "config.json"), _read_json(generation) if generation.exists() else None
-        )
+        config = dict(read_json(directory / "config.json"))
+        if quantized:
+            config.pop("quantization_config", None)
+        return ModelConfig.from_hf(config, read_json(generation) if generation.exists() else None)
     except ModelError as error:
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -115,7 +119,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
-class _Weights:
+class WeightFiles:
     """The open safetensors files of a directory, and which file holds which tensor."""
 
     def __init__(self, directory: Path, stack: ExitStack):
@@ -149,6 +153,17 @@ class _Weights:
         if extra := sorted(extra - ({HEAD} if tied else set())):
             raise ModelError(f"{self.files[extra[0]]}: {len(extra)} unexpected tensors, first {extra[:3]}")
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handles[self.files[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Dtype by its safetensors name."""
+        return self._handles[self.files[name]].get_slice(name).get_dtype()
+
+    def raw(self, name: str) -> np.ndarray:
+        """One tensor as it is stored."""
+        return self._handles[self.files[name]].get_tensor(name)
+
     def read(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """One tensor, checked and rounded to `dtype`."""
         file = self.files[name]
@@ -168,7 +183,7 @@ class _Weights:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor name to file name; only plain names of existing files beside the index are accepted."""
-    listed = _read_json(index).get("weight_map")
+    listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ModelError(f"{index}: weight_map must be a non-empty object of tensor name to file name")
     for name, file in listed.items():
