@@ -23,17 +23,14 @@ from triage_jax.rollout.sglang.errors import (
     SglangError,
 )
 from triage_jax.rollout.sglang.facts import ServerFacts, read_facts
+from triage_jax.rollout.sglang.reply import read_sample, read_scores, read_spread
+from triage_jax.rollout.sglang.status import Json, classify
 from triage_jax.rollout.sglang.wire import (
-    Json,
     Limits,
     check_ids,
     check_request,
-    classify,
     generate_payload,
     parse_label,
-    read_sample,
-    read_scores,
-    read_spread,
     score_payload,
     spread_payload,
 )
@@ -311,7 +308,7 @@ def decode(content: bytes, *, url: str, rid: str | None = None) -> Json:
     """JSON of a body; raises BadResponse."""
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadResponse(
             "body: no JSON", url=url, rid=rid, message=content[:400].decode("utf-8", "replace")
         ) from None

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 
 from triage_jax.rollout.sglang.errors import Unsupported
-from triage_jax.rollout.sglang.wire import Json, Limits
+from triage_jax.rollout.sglang.status import Json
+from triage_jax.rollout.sglang.wire import Limits
 
 OLDEST = (0, 5, 23)
 """First release with version spans, explicit sampling keys and the sampling mask as they are relied on here."""
