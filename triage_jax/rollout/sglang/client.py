@@ -24,7 +24,7 @@ from triage_jax.rollout.sglang.errors import (
 )
 from triage_jax.rollout.sglang.facts import ServerFacts, read_facts
 from triage_jax.rollout.sglang.reply import read_sample, read_scores, read_spread
-from triage_jax.rollout.sglang.status import Json, classify
+from triage_jax.rollout.sglang.status import Fields, classify
 from triage_jax.rollout.sglang.wire import (
     Limits,
     check_ids,
@@ -140,7 +140,7 @@ class Client:
             return False
         return True
 
-    async def server_info(self) -> dict[str, Json]:
+    async def server_info(self) -> Fields:
         """Resolved launch arguments and state: version, max_req_input_len, enable_deterministic_inference, ..."""
         return await self._object("GET", "/server_info")
 
@@ -164,11 +164,11 @@ class Client:
             return None
         return spread[2.0] < 0.75 * spread[1.0]
 
-    async def model_info(self) -> dict[str, Json]:
+    async def model_info(self) -> Fields:
         """model_path, weight_version, architectures, ..."""
         return await self._object("GET", "/model_info")
 
-    async def loads(self) -> dict[str, Json]:
+    async def loads(self) -> Fields:
         """Running and waiting requests, under `loads`, one entry per data-parallel rank."""
         return await self._object("GET", "/v1/loads")
 
@@ -195,7 +195,7 @@ class Client:
         The server checks next to nothing and dies of a bad file: validate first. A server that is not paused waits
         for its running requests. Raises RefitFailed where it says no, ServerGone where it died.
         """
-        payload: dict[str, Json] = {
+        payload: Fields = {
             "model_path": str(path),
             "weight_version": label,
             "flush_cache": False,
@@ -224,15 +224,13 @@ class Client:
         """Cut off one request, or all; they come back with finish reason abort. An unknown id is no error."""
         await self._retried("POST", "/abort_request", {"rid": rid} if rid else {"abort_all": True})
 
-    async def _object(
-        self, method: Method, path: str, payload: dict[str, Json] | None = None
-    ) -> dict[str, Json]:
+    async def _object(self, method: Method, path: str, payload: Fields | None = None) -> Fields:
         answer = decode(await self._retried(method, path, payload), url=self.url)
         if not isinstance(answer, dict):
             raise BadResponse(f"{path}: a {type(answer).__name__}; expected one object", url=self.url)
         return answer
 
-    async def _retried(self, method: Method, path: str, payload: dict[str, Json] | None = None) -> bytes:
+    async def _retried(self, method: Method, path: str, payload: Fields | None = None) -> bytes:
         """A control call that may be repeated without harm."""
         admin = method == "POST"
         async for attempt in retrying(self._config):
@@ -244,12 +242,12 @@ class Client:
         self,
         method: Method,
         path: str,
-        payload: dict[str, Json],
+        payload: Fields,
         rid: str | None = None,
         *,
         admin: bool = False,
         timeout: float | None = None,
-    ) -> Json:
+    ) -> object:
         return decode(
             await self._exchange(method, path, payload, rid, admin=admin, timeout=timeout),
             url=self.url,
@@ -260,7 +258,7 @@ class Client:
         self,
         method: Method,
         path: str,
-        payload: dict[str, Json] | None = None,
+        payload: Fields | None = None,
         rid: str | None = None,
         *,
         admin: bool = False,
@@ -277,6 +275,9 @@ class Client:
             status, content = response.status_code, response.content
         except (httpx.HTTPError, TimeoutError) as caught:
             error = caught
+        if status != 200 and content is not None:
+            # A proxy or debug page may echo the headers it was sent.
+            content = self._admin.hide(self._api.hide(content))
         failure = classify(status, content, error, url=self.url, rid=rid)
         if failure is not None:
             # Raised outside the except block: the HTTP exception holds the request with its headers.
@@ -293,6 +294,10 @@ class _Bearer(httpx.Auth):
     def __repr__(self) -> str:
         return f"_Bearer({'set' if self._key else 'none'})"
 
+    def hide(self, content: bytes) -> bytes:
+        """The content without the key."""
+        return content.replace(self._key.encode(), b"[key]") if self._key else content
+
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response]:
         if self._key is not None:
             request.headers["Authorization"] = f"Bearer {self._key}"
@@ -304,7 +309,7 @@ def new_rid() -> str:
     return uuid.uuid4().hex
 
 
-def decode(content: bytes, *, url: str, rid: str | None = None) -> Json:
+def decode(content: bytes, *, url: str, rid: str | None = None) -> object:
     """JSON of a body; raises BadResponse."""
     try:
         return json.loads(content)

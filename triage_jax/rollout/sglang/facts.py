@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from triage_jax.rollout.sglang.errors import Unsupported
-from triage_jax.rollout.sglang.status import Json
+from triage_jax.rollout.sglang.status import Fields
 from triage_jax.rollout.sglang.wire import Limits
 
 OLDEST = (0, 5, 23)
@@ -31,7 +31,7 @@ class ServerFacts:
         return Limits(vocab_size=limits.vocab_size, context=min(limits.context, self.context))
 
 
-def read_facts(info: dict[str, Json], *, url: str) -> ServerFacts:
+def read_facts(info: Fields, *, url: str) -> ServerFacts:
     """Facts from GET /server_info.
 
     Raises Unsupported for another engine or a release before 0.5.23, and for options that change what is sampled:
@@ -61,7 +61,7 @@ def read_facts(info: dict[str, Json], *, url: str) -> ServerFacts:
     )
 
 
-def _describe(info: dict[str, Json], version: str) -> str:
+def _describe(info: Fields, version: str) -> str:
     names = ("dtype", "quantization", "fp4_gemm_runner_backend", "moe_runner_backend", "kv_cache_dtype")
     parts = [f"{name} {info[name]}" for name in names if info.get(name) not in (None, "auto")]
     if info.get("enable_deterministic_inference") is True:

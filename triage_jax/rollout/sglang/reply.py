@@ -7,7 +7,7 @@ import numpy as np
 
 from triage_jax.rollout.protocol import FinishReason, Request, Sample, SamplingParams
 from triage_jax.rollout.sglang.errors import BadResponse, StaleServer
-from triage_jax.rollout.sglang.status import Json, error_of
+from triage_jax.rollout.sglang.status import error_of
 from triage_jax.rollout.sglang.wire import Limits, is_truncated, parse_label
 
 LOGPROB_SLACK = 1e-3
@@ -15,7 +15,7 @@ LOGPROB_SLACK = 1e-3
 
 
 def read_sample(
-    body: Json,
+    body: object,
     request: Request,
     sampling: SamplingParams,
     rid: str,
@@ -77,7 +77,7 @@ def _checked_finish(
 
 
 def read_scores(
-    body: Json, ids: tuple[int, ...], rid: str, *, label: str | None = None, url: str = "sglang"
+    body: object, ids: tuple[int, ...], rid: str, *, label: str | None = None, url: str = "sglang"
 ) -> np.ndarray:
     """float32 `[n - 1]`: log-probability of each of `ids` but the first given those before, at temperature 1."""
     reply = _Reply(body, url=url, rid=rid)
@@ -91,7 +91,7 @@ def read_scores(
     )
 
 
-def read_spread(body: Json, rid: str, *, url: str = "sglang") -> float:
+def read_spread(body: object, rid: str, *, url: str = "sglang") -> float:
     """Likeliest minus least likely of the top log-probabilities of the one token drawn, nats."""
     reply = _Reply(body, url=url, rid=rid)
     tops = reply.meta.get("output_top_logprobs")
@@ -110,7 +110,7 @@ def read_spread(body: Json, rid: str, *, url: str = "sglang") -> float:
 class _Reply:
     """Typed look-ups in a decoded response; every miss is a BadResponse that names the field."""
 
-    def __init__(self, body: Json, *, url: str, rid: str) -> None:
+    def __init__(self, body: object, *, url: str, rid: str) -> None:
         self._url = url
         self._rid = rid
         if not isinstance(body, dict):
@@ -126,7 +126,7 @@ class _Reply:
     def bad(self, name: str, what: str) -> BadResponse:
         return BadResponse(f"{name}: {what}", url=self._url, rid=self._rid)
 
-    def stale(self, label: Json, what: str) -> StaleServer:
+    def stale(self, label: object, what: str) -> StaleServer:
         return StaleServer(f"weight_version: {label!r:.60}; {what}", url=self._url, rid=self._rid)
 
     def finish(self) -> FinishReason:
@@ -160,18 +160,18 @@ class _Reply:
                 raise self.bad("output_ids", what)
         return np.array(ids, np.int32)
 
-    def pairs(self, name: str) -> list[tuple[Json, Json]]:
+    def pairs(self, name: str) -> list[tuple[object, object]]:
         entries = self.meta.get(name)
         if not isinstance(entries, list):
             raise self.bad(name, "missing or no list")
-        pairs: list[tuple[Json, Json]] = []
+        pairs: list[tuple[object, object]] = []
         for position, entry in enumerate(entries):
             if not isinstance(entry, list) or len(entry) < 2:
                 raise self.bad(name, f"[{position}] is {entry!r:.60}; expected [logprob, id, text]")
             pairs.append((entry[0], entry[1]))
         return pairs
 
-    def logprob(self, name: str, position: int, value: Json) -> float:
+    def logprob(self, name: str, position: int, value: object) -> float:
         """One value, finite and at most 0; a server whose weights hold NaN sends null."""
         if (
             isinstance(value, int | float)
@@ -197,7 +197,7 @@ class _Reply:
 
     def versions(self, drawn: int, version_of: Callable[[str], int | None]) -> np.ndarray:
         """int32 `[drawn]` from the spans of the response, or from its one label where a server sends no spans."""
-        whole: Json = [{"version": self.meta.get("weight_version"), "start": 0, "end": drawn}]
+        whole: object = [{"version": self.meta.get("weight_version"), "start": 0, "end": drawn}]
         spans = self.meta.get("weight_versions", whole)
         if not isinstance(spans, list):
             raise self.bad("weight_versions", "no list")
@@ -219,7 +219,7 @@ class _Reply:
         return versions
 
 
-def _span(span: Json) -> tuple[str | None, int, int]:
+def _span(span: object) -> tuple[str | None, int, int]:
     if not isinstance(span, dict):
         return None, -1, -1
     label, start, end = span.get("version"), span.get("start"), span.get("end")

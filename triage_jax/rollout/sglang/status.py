@@ -16,7 +16,8 @@ from triage_jax.rollout.sglang.errors import (
     shorten,
 )
 
-type Json = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+type Fields = dict[str, object]
+"""A JSON object"""
 
 
 def classify(
@@ -68,7 +69,7 @@ def read_error(body: bytes) -> tuple[str, int | None]:
     if text.startswith("data:"):
         text = text.partition("\n")[0].removeprefix("data:").strip()
     try:
-        shape: Json = json.loads(text)
+        shape: object = json.loads(text)
     except (ValueError, RecursionError):
         return text, None
     if not isinstance(shape, dict):
@@ -83,7 +84,7 @@ def read_error(body: bytes) -> tuple[str, int | None]:
     return text if message is None else str(message), code if isinstance(code, int) else None
 
 
-def _abort_reason(shape: Mapping[str, Json]) -> dict[str, Json] | None:
+def _abort_reason(shape: Mapping[str, object]) -> Fields | None:
     meta = shape.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     return reason if isinstance(reason, dict) and reason.get("type") == "abort" else None

@@ -8,7 +8,7 @@ import numpy as np
 
 from triage_jax.rollout.protocol import Request, SamplingParams
 from triage_jax.rollout.sglang.errors import RequestRefused
-from triage_jax.rollout.sglang.status import Json
+from triage_jax.rollout.sglang.status import Fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +73,12 @@ def check_ids(ids: tuple[int, ...], limits: Limits, *, name: str, url: str, rid:
             raise RequestRefused(what, url=url, rid=rid)
 
 
-def generate_payload(request: Request, sampling: SamplingParams, rid: str) -> dict[str, Json]:
+def generate_payload(request: Request, sampling: SamplingParams, rid: str) -> Fields:
     """Body of POST /generate for one sample.
 
     Every key that shapes the distribution is explicit: a missing one takes the server's --preferred-sampling-params.
     """
-    payload: dict[str, Json] = {
+    payload: Fields = {
         "rid": rid,
         "input_ids": [int(token) for token in request.prompt_ids],
         "sampling_params": {
@@ -107,7 +107,7 @@ def generate_payload(request: Request, sampling: SamplingParams, rid: str) -> di
     return payload
 
 
-def score_payload(ids: tuple[int, ...], rid: str) -> dict[str, Json]:
+def score_payload(ids: tuple[int, ...], rid: str) -> Fields:
     """Body of POST /generate that draws nothing and returns the log-probability of each given token, at T = 1."""
     return {
         "rid": rid,
@@ -120,9 +120,9 @@ def score_payload(ids: tuple[int, ...], rid: str) -> dict[str, Json]:
     }
 
 
-def spread_payload(ids: tuple[int, ...], temperature: float, rid: str) -> dict[str, Json]:
+def spread_payload(ids: tuple[int, ...], temperature: float, rid: str) -> Fields:
     """Body of POST /generate that draws one token and asks for the eight likeliest at a temperature."""
-    sampling: dict[str, Json] = {"max_new_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": -1}
+    sampling: Fields = {"max_new_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": -1}
     return score_payload(ids, rid) | {
         "sampling_params": sampling | {"min_p": 0.0, "ignore_eos": True},
         "logprob_start_len": -1,
