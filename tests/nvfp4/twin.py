@@ -35,13 +35,27 @@ class Twin:
         return sign * E2M1[self.codes & 7] * np.repeat(E4M3[self.scales], 16, axis=-1)
 
 
-def quantize(x: np.ndarray, *, tile="1x16", scope="tensor", rule="te", static_amax=None, flush=True) -> Twin:
+def flush_subnormals(v) -> np.ndarray:
+    v = np.asarray(v, F32)
+    return np.where(np.abs(v) < np.finfo(F32).tiny, np.copysign(F32(0), v), v)
+
+
+def quantize(
+    x: np.ndarray,
+    *,
+    tile="1x16",
+    scope="tensor",
+    rule="te",
+    static_amax=None,
+    shards=None,
+    chain=None,
+    scale_floor=None,
+    four_over_six=None,
+    bound=448,
+    flush=True,
+) -> Twin:
     """x finite, at least two axes."""
-
-    def f(v):
-        v = np.asarray(v, F32)
-        return np.where(np.abs(v) < np.finfo(F32).tiny, np.copysign(F32(0), v), v) if flush else v
-
+    f = flush_subnormals if flush else lambda v: np.asarray(v, F32)
     x = f(x)
     a = np.abs(x)
     b = a.reshape(*x.shape[:-1], -1, 16).max(-1)
@@ -49,23 +63,131 @@ def quantize(x: np.ndarray, *, tile="1x16", scope="tensor", rule="te", static_am
         b = b.copy()
         for start in range(0, x.shape[-2], 16):
             b[..., start : start + 16, :] = b[..., start : start + 16, :].max(-2, keepdims=True)
-    amax = {"tensor": a.max(), "row": a.max(-1, keepdims=True), "static": F32(static_amax or 0)}[scope]
+    row = a.max(-1, keepdims=True)
+    amax = {"tensor": a.max(), "row": row, "static": F32(static_amax or 0)}.get(scope)
+    if scope == "shard":
+        amax = row.reshape(shards, -1).max(1).repeat(row.size // shards).reshape(row.shape)
     amax = np.asarray(amax, F32)
     with np.errstate(all="ignore"):
-        global_scale = f(amax / F32(2688))
-        if rule == "modelopt":
-            s2 = np.where(global_scale == 0, F32(1), global_scale)
-            ratio = f(b / f(F32(6) * s2))
-            scales = nearest(np.where(b == 0, F32(1), np.maximum(ratio, F32(2**-9))), E4M3)
-            y = f(x / np.repeat(f(E4M3[scales].astype(F32) * s2), 16, axis=-1))
+        encode, decode = GLOBAL[chain or chain_of(rule, scope)](amax, F32(6 * bound), f)
+        one = np.where(decode == 0, F32(1), decode)
+        if four_over_six:
+            score = decode if rule == "flashinfer" and scope != "row" else None
+            scales = best_of_four_and_six(x, b, encode, amax, score, tile, four_over_six, bound, f)
         else:
-            encode = np.minimum(f(F32(2688) / amax), np.finfo(F32).max)
-            encode = np.where((amax == 0) | (encode == 0), F32(1), encode)
-            scales = nearest(f(b * f(encode * F32(1 / 6))), E4M3)
-            block = f(F32(1) / f(E4M3[scales].astype(F32) * f(F32(1) / encode)))
-            y = f(x * np.repeat(np.minimum(block, np.finfo(F32).max), 16, axis=-1))
+            scales = block_scales(b, encode, one, rule, scale_floor or rule, f)
+        s = np.repeat(E4M3[scales].astype(F32), 16, axis=-1)
+        if rule == "modelopt":
+            y = f(x / not_zero(f(s * one)))
+        elif rule == "compressed_tensors":
+            y = f(x / not_zero(f(s / encode)))
+        elif rule == "torchao":
+            y = f(x * np.where(s == 0, np.finfo(F32).max, f(f(F32(1) / one) / s)))
+        else:
+            y = f(x * block_encode(s, encode, f))
     codes = nearest(np.abs(y), E2M1) | (np.signbit(y).astype(np.uint8) << 3)
-    return Twin(codes, scales, global_scale)
+    return Twin(codes, scales, decode)
+
+
+def not_zero(divisor: np.ndarray) -> np.ndarray:
+    return np.where(divisor == 0, np.finfo(F32).tiny, divisor)
+
+
+def chain_of(rule, scope):
+    if rule.startswith("flashinfer") and scope == "row":
+        return {"flashinfer": "encode_only", "flashinfer_fast": "decode_only"}[rule]
+    return {"te": "encode", "compressed_tensors": "reciprocal"}.get(rule, "decode")
+
+
+def bounded_encode(amax, span, f):
+    return np.minimum(f(span / amax), np.finfo(F32).max)
+
+
+def encode_first(amax, span, f):
+    encode = bounded_encode(amax, span, f)
+    return np.where((amax == 0) | (encode == 0), F32(1), encode), f(amax / span)
+
+
+def decode_first(amax, span, f):
+    decode = f(amax / span)
+    return np.where(amax == 0, F32(1), f(F32(1) / decode)), decode
+
+
+def encode_only(amax, span, f):
+    encode = bounded_encode(amax, span, f)
+    return encode, f(F32(1) / encode)
+
+
+def decode_only(amax, span, f):
+    decode = f(amax * (F32(1) / span))
+    return np.where(amax == 0, F32(1), f(F32(1) / decode)), decode
+
+
+def reciprocal(amax, span, f):
+    encode = span * f(F32(1) / np.maximum(amax, np.finfo(F32).tiny))
+    encode = np.where(encode == 0, span / amax, encode)
+    encode = np.where(np.isinf(encode), F32(1), encode)
+    return encode, f(F32(1) / encode)
+
+
+GLOBAL = {
+    "encode": encode_first,
+    "decode": decode_first,
+    "encode_only": encode_only,
+    "decode_only": decode_only,
+    "reciprocal": reciprocal,
+}
+
+
+def block_scales(b, encode, decode, rule, floor, f):
+    sixth = F32(1 / 6)
+    ratio = {
+        "modelopt": lambda: b / f(F32(6) * decode),
+        "compressed_tensors": lambda: encode * f(b / F32(6)),
+        "torchao": lambda: f(b / F32(6)) / decode,
+        "flashinfer_fast": lambda: encode * f(b * sixth),
+    }.get(rule, lambda: b * f(encode * sixth))
+    ratio = f(ratio())
+    if floor == "modelopt":
+        ratio = np.where(b == 0, F32(1), np.maximum(ratio, F32(2**-9)))
+    if floor == "torchao":
+        ratio = np.maximum(ratio, F32(2**-6))
+    scales = nearest(ratio, E4M3)
+    return np.where(scales == 0, np.uint8(0x20), scales) if floor == "compressed_tensors" else scales
+
+
+def block_encode(s, encode, f):
+    return np.minimum(f(F32(1) / f(s * f(F32(1) / encode))), np.finfo(F32).max)
+
+
+def best_of_four_and_six(x, b, encode, amax, score, tile, error, bound, f):
+    base = f(encode * f(b / F32(6)))
+    candidates = [nearest(base, E4M3), nearest(f(base * F32(1.5)), E4M3)]
+    errors = []
+    for scales in candidates:
+        s = np.repeat(E4M3[scales].astype(F32), 16, axis=-1)
+        y = f(x * block_encode(s, encode, f))
+        q = np.copysign(E2M1[nearest(np.abs(y), E2M1)].astype(F32), y)
+        back = f(f(q * s) * amax) / F32(6 * bound) if score is None else f(q * s) * score
+        off = f(f(back) - x)
+        terms = (np.abs(off) if error == "mae" else f(off * off)).reshape(*b.shape, 16)
+        total = np.zeros(b.shape, F32)
+        for i in range(16):
+            total = f(total + terms[..., i])
+        errors.append(tile_errors(total, f) if tile == "16x16" else total)
+    return np.where(errors[1] < errors[0], candidates[1], candidates[0])
+
+
+def tile_errors(error, f):
+    out = np.empty_like(error)
+    for start in range(0, error.shape[-2], 16):
+        rows = error[..., start : start + 16, :]
+        tree = np.zeros((*rows.shape[:-2], 16, rows.shape[-1]), F32)
+        tree[..., : rows.shape[-2], :] = rows
+        for half in (8, 4, 2, 1):
+            tree = f(tree[..., :half, :] + tree[..., half : 2 * half, :])
+        out[..., start : start + 16, :] = tree
+    return out
 
 
 def merge_zeros(codes: np.ndarray) -> np.ndarray:

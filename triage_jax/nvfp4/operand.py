@@ -7,8 +7,9 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float32
 
-from triage_jax.nvfp4.formats import e2m1_decode, e2m1_round, e4m3_decode
-from triage_jax.nvfp4.quantize import QuantizedTensor, block_scales, scaled, spread
+from triage_jax.nvfp4.formats import e2m1_decode, e4m3_decode
+from triage_jax.nvfp4.quantize import QuantizedTensor, block_scales, rounded
+from triage_jax.nvfp4.scales import spread
 from triage_jax.nvfp4.spec import QuantSpec
 
 
@@ -21,14 +22,14 @@ class Operand:
     scale: Float32[Array, "..."]
 
 
-def to_operand(x: Float[Array, "... K"], spec: QuantSpec) -> Operand:
-    """Quantise straight to the product's form: equal to `from_quantized(quantize(x, spec))` bit for bit.
+def to_operand(x: Float[Array, "... K"], spec: QuantSpec, key: Array | None = None) -> Operand:
+    """Quantise straight to the product's form: equal to `from_quantized(quantize(x, spec, key))` bit for bit.
 
-    The sign of zero is the one exception (here every zero is +0). Carries no gradient.
+    The sign of zero is the one exception (rounding to nearest, every zero is +0 here). Carries no gradient.
     """
     x = lax.stop_gradient(x)
     scales = block_scales(x, spec)
-    values = e2m1_round(scaled(x, scales, spec)) * spread(scales.decode)
+    values = rounded(x, scales, spec, key) * spread(scales.decode)
     return Operand(values=_exact_bf16(values), scale=scales.global_scale)
 
 

@@ -1,0 +1,37 @@
+"""The rotation of the weight gradient's operands: one signed Hadamard transform per 16 tokens."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, BFloat16, Float
+
+from triage_jax.nvfp4.spec import BLOCK
+
+SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
+"""Transformer Engine's fixed signs (jax/quantize/hadamard.py)."""
+
+
+def rotation() -> np.ndarray:
+    """diag(SIGNS)·H₁₆/4, orthogonal, its entries ±¼ (exact in BF16); H₁₆ is Sylvester's."""
+    hadamard = np.ones((1, 1), np.float32)
+    while len(hadamard) < BLOCK:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    return SIGNS[:, None] * hadamard / 4
+
+
+def rotate(x: Float[Array, "... T"]) -> BFloat16[Array, "... T"]:
+    """BF16(x·R) for every run of 16 along the last axis, x taken in BF16, sums in float32.
+
+    As R is orthogonal, rotating both operands of a product along its contraction leaves the product.
+    Raises ValueError unless T is a multiple of 16.
+    """
+    if x.ndim == 0 or x.shape[-1] % BLOCK:
+        raise ValueError(f"rotate: the last axis must be a multiple of {BLOCK}, got shape {x.shape}")
+    runs = x.astype(jnp.bfloat16).reshape(*x.shape[:-1], -1, BLOCK)
+    turned = lax.dot_general(
+        runs,
+        jnp.asarray(rotation(), jnp.bfloat16),
+        (((runs.ndim - 1,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    return turned.astype(jnp.bfloat16).reshape(x.shape)
