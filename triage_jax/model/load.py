@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from triage_jax.model.config import ModelConfig, ModelError
 from triage_jax.model.params import LayerParams, Params, abstract_params
+from triage_jax.model.tensors import MappedFile, Stored
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -126,6 +127,7 @@ class WeightFiles:
         self.directory = directory
         self.files: dict[str, Path] = {}
         self._handles: dict[Path, safe_open] = {}
+        self._maps: dict[Path, MappedFile] = {}
         single, index = directory / SINGLE, directory / INDEX
         listed = {}
         if not single.exists() and index.exists():
@@ -153,16 +155,22 @@ class WeightFiles:
         if extra := sorted(extra - ({HEAD} if tied else set())):
             raise ModelError(f"{self.files[extra[0]]}: {len(extra)} unexpected tensors, first {extra[:3]}")
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handles[self.files[name]].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """Dtype by its safetensors name."""
-        return self._handles[self.files[name]].get_slice(name).get_dtype()
+    def stored(self, name: str) -> Stored:
+        """Dtype and shape of a tensor; raises ModelError for a dtype that no model has."""
+        try:
+            return self._mapped(name).stored(name)
+        except ValueError as error:
+            raise ModelError(f"{self.files[name]}: {name}: {error}") from error
 
     def raw(self, name: str) -> np.ndarray:
-        """One tensor as it is stored."""
-        return self._handles[self.files[name]].get_tensor(name)
+        """A tensor as it is stored: a view of the mapped file, read when it is touched."""
+        return self._mapped(name)[name]
+
+    def _mapped(self, name: str) -> MappedFile:
+        file = self.files[name]
+        if file not in self._maps:
+            self._maps[file] = MappedFile(file)
+        return self._maps[file]
 
     def read(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """One tensor, checked and rounded to `dtype`."""

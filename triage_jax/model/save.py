@@ -55,7 +55,7 @@ def save_model(
         write_json(directory / "config.json", config.to_hf(dtype.name))
         write_json(directory / "generation_config.json", config.generation_to_hf())
         if tokenizer_from is not None:
-            _copy_tokenizer(Path(tokenizer_from), directory)
+            copy_tokenizer(Path(tokenizer_from), directory)
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def _rounded(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return rounded
 
 
-def _copy_tokenizer(source: Path, directory: Path) -> None:
+def copy_tokenizer(source: Path, directory: Path) -> None:
     if not (source / "tokenizer.json").is_file():
         raise ModelError(f"{source}: no tokenizer.json to copy")
     for name in TOKENIZER_FILES:

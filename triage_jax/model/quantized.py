@@ -1,0 +1,264 @@
+"""Model directories whose weights are stored in NVFP4: read for sampling or training, written for a refit."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from triage_jax.model.config import ModelConfig, ModelError
+from triage_jax.model.load import (
+    EMBED,
+    FINAL_NORM,
+    HEAD,
+    LAYER,
+    WeightFiles,
+    layer_name,
+    load_config,
+    read_json,
+    tensor_names,
+)
+from triage_jax.model.numerics import Numerics
+from triage_jax.model.params import LayerParams, Params, abstract_params
+from triage_jax.model.save import atomic_directory, copy_tokenizer, write_json
+from triage_jax.model.selection import WEIGHT, grouped, ignored_modules
+from triage_jax.model.stream import write_configs, write_quantized
+from triage_jax.model.tensors import Stored
+from triage_jax.nvfp4 import Operand, QuantizedTensor, dequantize, from_quantized
+from triage_jax.nvfp4.checkpoint import CODES, INPUT, STORABLE_SCOPES, from_tensors, layout_of, tensors_of
+
+TOP = {"embed": EMBED, "final_norm": FINAL_NORM, "lm_head": HEAD}
+FORMATS = "ModelOpt NVFP4 and compressed-tensors nvfp4-pack-quantized"
+_IGNORED = (*INPUT.values(), ".k_scale", ".v_scale", "rotary_emb.inv_freq")
+"""Scales of activations and of an FP8 cache: `Numerics` decides about both"""
+
+type Weight = QuantizedTensor | np.ndarray
+type Read = Callable[[str, int | None], Weight | None]
+
+
+def load_quantized(path: str | Path) -> tuple[Params, ModelConfig]:
+    """A sampler's parameters, as `serving_params` makes them, from the stored codes; and the model's settings.
+
+    Reads ModelOpt's NVFP4 layout and compressed-tensors' `nvfp4-pack-quantized`. Quantised weights become operands, bit
+    for bit what quantising in memory gives; the rest is BF16. Stored activation scales are not used. Raises ModelError
+    naming file and tensor for anything missing, unexpected, misshapen or not finite, and for another quantisation.
+    """
+    with _opened(path) as (config, read):
+        layers = tuple(
+            LayerParams(**{field: _operand(read(field, index)) for field in LAYER})
+            for index in range(config.num_layers)
+        )
+        top = {name: _operand(read(name, None)) for name in TOP}
+    return Params(layers=layers, **top), config
+
+
+def load_dequantized(path: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Params, ModelConfig]:
+    """A learner's parameters from the same directory: weights (code · block scale) · global scale, in `dtype`."""
+    with _opened(path) as (config, read):
+        shapes: Any = abstract_params(config, dtype).layers
+
+        def stacked(field: str) -> jax.Array | None:
+            if getattr(shapes, field) is None:
+                return None
+            leaves = np.empty(getattr(shapes, field).shape, dtype)
+            for index in range(config.num_layers):
+                leaves[index] = np.asarray(_floats(read(field, index), dtype))
+            return jnp.asarray(leaves)
+
+        layers = LayerParams(**{field: stacked(field) for field in LAYER})
+        top = {name: _floats(read(name, None), dtype) for name in TOP}
+    return Params(layers=layers, **top), config
+
+
+def served(params: Params, numerics: Numerics) -> Params:
+    """A sampler's parameters as they are, checked to hold the operands that `numerics` would make.
+
+    A BF16 or float32 execution multiplies operands with activations that are not quantised, as servers do on devices
+    without NVFP4 products, and is not checked. Raises ModelError naming the first layer and weight that differ.
+    """
+    if not isinstance(params.layers, tuple):
+        raise ModelError("served takes a sampler's parameters, as load_quantized makes them, not a learner's")
+    if numerics.execution in ("bf16", "float32"):
+        return params
+    expected = numerics.quantized_names()
+    for index, layer in enumerate(params.layers):
+        for field in LAYER:
+            stored = isinstance(getattr(layer, field), Operand)
+            if stored != (field in expected):
+                raise ModelError(
+                    f"layer {index}, {field}: the checkpoint holds it {'in NVFP4' if stored else 'unquantised'}, "
+                    f"numerics quantise {'/'.join(expected)} of every layer; quantise the same layers in both"
+                )
+    return params
+
+
+def save_quantized(
+    path: str | Path,
+    params: Params,
+    config: ModelConfig,
+    numerics: Numerics,
+    *,
+    share_global_scale: bool = True,
+    input_scale: float = 1.0,
+    tokenizer_from: str | Path | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> None:
+    """Write a learner's parameters in ModelOpt's layout, with the codes that `numerics` multiplies in its forward pass.
+
+    Weights are rounded to BF16, then quantised by `numerics.weight`; a 16×16 tile's scale is repeated over its rows,
+    which is a legal scale of 1×16 blocks, so a server multiplies the very same numbers (numerics.md §0.4). Servers run
+    q/k/v and gate/up as one product with one global scale. `share_global_scale` gives each such group the scale of its
+    largest weight; without it every weight keeps its own, exactly as a learner multiplies them one by one, and only
+    readers that keep them apart (`load_quantized`) may have the file. Weights are quantised group by group. The
+    directory appears complete or not at all. Raises as `save_model` does, and ModelError where `numerics` quantise
+    nothing or ask for global scales that the layout has no place for.
+    """
+    names = numerics.quantized_names()
+    if not names:
+        raise ModelError(
+            f"numerics.execution is {numerics.execution!r}: nothing is quantised; use save_model"
+        )
+    if numerics.weight.scope not in STORABLE_SCOPES:
+        raise ModelError(
+            f"numerics.weight.scope is {numerics.weight.scope!r}: a checkpoint stores one global scale per weight; "
+            f"accepted are {', '.join(STORABLE_SCOPES)}"
+        )
+    leaves = _leaves(params, config)
+    modules = [
+        layer_name(index, field).removesuffix(WEIGHT) for index in range(config.num_layers) for field in names
+    ]
+    groups = grouped(modules) if share_global_scale else [(module,) for module in modules]
+    shapes = {name: leaf.shape if index is None else leaf.shape[1:] for name, (leaf, index) in leaves.items()}
+
+    def read(name: str) -> jax.Array:
+        leaf, index = leaves[name]
+        return jnp.asarray(leaf if index is None else leaf[index], jnp.bfloat16)
+
+    with atomic_directory(path, overwrite=overwrite) as directory:
+        write_quantized(
+            directory,
+            {name: Stored("BF16", shape) for name, shape in shapes.items()},
+            groups,
+            read,
+            numerics.weight,
+            input_scale=input_scale,
+            max_shard_bytes=max_shard_bytes,
+        )
+        write_configs(directory, config.to_hf(), ignored_modules(shapes, groups))
+        write_json(directory / "generation_config.json", config.generation_to_hf())
+        if tokenizer_from is not None:
+            copy_tokenizer(Path(tokenizer_from), directory)
+
+
+def _leaves(params: Params, config: ModelConfig) -> dict[str, tuple[Any, int | None]]:
+    """Leaf, and layer in it, of every tensor in reading order; checks every shape."""
+    expected: Any = abstract_params(config, jnp.float32)
+    found: dict[str, tuple[Any, int | None]] = {}
+
+    def check(label: str, leaf: Any, spec: Any) -> bool:
+        shapes = (getattr(leaf, "shape", None), getattr(spec, "shape", None))
+        if shapes[0] != shapes[1]:
+            raise ModelError(f"params.{label} has shape {shapes[0]}, the settings imply {shapes[1]}")
+        return leaf is not None
+
+    for field, name in TOP.items():
+        if check(field, leaf := getattr(params, field), getattr(expected, field)):
+            found[name] = (leaf, None)
+    for field in LAYER:
+        leaf = getattr(params.layers, field, None)
+        if check(f"layers.{field}", leaf, getattr(expected.layers, field)):
+            found |= {layer_name(index, field): (leaf, index) for index in range(config.num_layers)}
+    return {name: found[name] for name in tensor_names(config)}
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[ModelConfig, Read]]:
+    """Settings, and a reader of a weight by its field and layer, of a directory whose names are all accounted for."""
+    directory = Path(path)
+    config = load_config(directory, quantized=True)
+    _check_format(directory)
+    shapes: Any = abstract_params(config, jnp.bfloat16)
+    with ExitStack() as stack:
+        files = WeightFiles(directory, stack)
+        _check_names(files, config)
+        _check_tied_head(files, config)
+
+        def read(field: str, index: int | None) -> Weight | None:
+            spec = getattr(shapes if index is None else shapes.layers, field)
+            if spec is None:
+                return None
+            name, shape = TOP[field] if index is None else layer_name(index, field), spec.shape
+            return _read_weight(files, name, shape if index is None else shape[1:])
+
+        yield config, read
+
+
+def _check_format(directory: Path) -> None:
+    """Raises unless `config.json`, or in its place `hf_quant_config.json`, names a format that is read here."""
+    place = directory / "config.json"
+    quantization = read_json(place).get("quantization_config")
+    if quantization is None and (legacy := directory / "hf_quant_config.json").is_file():
+        place, quantization = legacy, read_json(legacy).get("quantization")
+    if not isinstance(quantization, dict):
+        raise ModelError(f"{place}: no quantization_config; load_model reads weights that are not quantised")
+    named = quantization.get("quant_algo"), quantization.get("format")
+    if "NVFP4" not in named and "nvfp4-pack-quantized" not in named:
+        raise ModelError(f"{place}: quant_algo {named[0]!r}, format {named[1]!r}; accepted are {FORMATS}")
+
+
+def _check_names(files: WeightFiles, config: ModelConfig) -> None:
+    """Raises unless the files hold every weight, quantised or not, and nothing that is neither read nor known."""
+    expected: set[str] = set()
+    for name in tensor_names(config):
+        module = name.removesuffix(WEIGHT)
+        layout = layout_of(module, files.files)
+        expected.update((name,) if layout is None else tensors_of(module, layout))
+    known = {name for name in files.files if name.endswith(_IGNORED)}
+    files.check_names(expected | known, tied=config.tie_embeddings)
+
+
+def _check_tied_head(files: WeightFiles, config: ModelConfig) -> None:
+    """As `load_model`: a tied model may hold its head a second time, but no other."""
+    tied = config.tie_embeddings and HEAD in files.files
+    if tied and not np.array_equal(files.raw(HEAD), files.raw(EMBED)):
+        raise ModelError(
+            f"{files.files[HEAD]}: {HEAD} differs from {EMBED} although config.json says tie_word_embeddings"
+        )
+
+
+def _read_weight(files: WeightFiles, name: str, shape: tuple[int, ...]) -> Weight:
+    module = name.removesuffix(WEIGHT)
+    layout = layout_of(module, files.files)
+    if layout is None:
+        return files.read(name, shape, np.dtype(jnp.bfloat16))
+    file = files.files[module + CODES[layout]]
+    try:
+        q = from_tensors(module, {part: files.raw(part) for part in tensors_of(module, layout)})
+    except ValueError as error:
+        raise ModelError(f"{file}: {error}") from error
+    if q.codes.shape != shape:
+        raise ModelError(
+            f"{file}: {module} has shape {list(q.codes.shape)}, config.json implies {list(shape)}"
+        )
+    return q
+
+
+_operand_of = jax.jit(from_quantized)
+_dequantize = jax.jit(dequantize, static_argnames="dtype")
+
+
+def _operand(weight: Weight | None) -> Operand | jax.Array | None:
+    if isinstance(weight, QuantizedTensor):
+        return _operand_of(weight)
+    return None if weight is None else jnp.asarray(weight)
+
+
+def _floats(weight: Weight | None, dtype: DTypeLike) -> jax.Array | None:
+    if isinstance(weight, QuantizedTensor):
+        return _dequantize(weight, dtype=np.dtype(dtype))
+    return None if weight is None else jnp.asarray(weight, dtype)
