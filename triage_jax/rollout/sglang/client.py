@@ -2,15 +2,23 @@
 
 import asyncio
 import json
+import ssl
 import uuid
 from collections.abc import Callable, Generator
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import httpx
 import numpy as np
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, stop_after_delay
-from tenacity.wait import wait_exponential_jitter
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_exponential,
+    wait_random,
+)
 
 from triage_jax.rollout.protocol import Request, Sample, SamplingParams
 from triage_jax.rollout.sglang.config import PauseMode, SglangConfig, read_keys
@@ -53,7 +61,7 @@ def retrying(
     return AsyncRetrying(
         retry=retry_if_exception_type(errors),
         stop=stop_after_attempt(config.retries + 1) | stop_after_delay(deadline or config.request_timeout),
-        wait=wait_exponential_jitter(initial=config.backoff, max=30.0, jitter=config.backoff),
+        wait=wait_exponential(multiplier=config.backoff, max=30.0) + wait_random(0.0, config.backoff),
         reraise=True,
     )
 
@@ -81,6 +89,7 @@ class Client:
             transport=transport,
             timeout=httpx.Timeout(None, connect=config.connect_timeout),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_SECONDS),
+            verify=_tls(),
             # A proxy or a .netrc of the environment has no business between trainer and sampler.
             trust_env=False,
         )
@@ -283,6 +292,12 @@ class Client:
             # Raised outside the except block: the HTTP exception holds the request with its headers.
             raise failure
         return content or b""
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Loading the certificates takes 50 ms; once is enough for all servers."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 class _Bearer(httpx.Auth):
