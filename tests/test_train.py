@@ -353,3 +353,31 @@ def test_a_run_on_eight_devices_follows_the_run_on_one(tmp_path, mesh):
     for ours, theirs in zip(one, eight, strict=True):
         for key in ("reward/mean/response", "optimizer/grad_norm", "entropy/token", "gap/mean/token"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), key
+
+
+def test_one_step_ahead_splits_the_gap(tmp_path):
+    """With the same BF16 numerics on both sides, what an older policy adds is the gap's staleness part."""
+    bf16 = ("--numerics.learner.execution", "bf16", "--numerics.sampler.execution", "bf16")
+    rate = ("--optimizer.learning-rate", "3e-3", "--optimizer.warmup-steps", "0")
+    assert train.main(_arguments(tmp_path / "ahead", *bf16, *rate, "--rollout.max-staleness", "1")) == 0
+    steps = [row for row in read_metrics(tmp_path / "ahead/metrics.jsonl") if "loss" in row]
+    assert [row["rollout/weight_version"] for row in steps] == [0, 0, 1, 2, 3, 4]
+    first, *later = steps
+    assert first["gap/staleness_abs_mean/token"] == 0
+    assert first["gap/numerics_abs_mean/token"] == pytest.approx(first["gap/abs_mean/token"], rel=1e-5)
+    for row in later:
+        stale, numeric = row["gap/staleness_abs_mean/token"], row["gap/numerics_abs_mean/token"]
+        assert stale > 3 * numeric
+        assert abs(row["gap/abs_mean/token"] - stale) <= numeric * 1.001
+
+
+def test_tokens_older_than_allowed_are_not_trained_on(tmp_path, monkeypatch, capsys):
+    def late(self, params, version):
+        if version != 2:
+            put(self, params, version)
+
+    put = LocalEngine.update_weights
+    monkeypatch.setattr(LocalEngine, "update_weights", late)
+    assert train.main(_arguments(tmp_path / "late")) == 1
+    assert "was drawn with weights 1 to 1; step 2 accepts 2 to 2" in capsys.readouterr().err
+    assert Checkpoints(tmp_path / "late/checkpoints", keep=2).steps == [2]

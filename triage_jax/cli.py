@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -12,9 +12,9 @@ from triage_jax.config import ConfigError, TrainConfig, from_dict, load_yaml
 
 DESCRIPTION = """Train a language model by reinforcement learning with NVFP4 W4A4 on both sides and TRIAGE.
 
-Without arguments: the embedded quickstart, minutes on two CPU cores. --config FILE.yaml takes its fields as defaults;
-every flag below overrides them. --resume continues a run, --overwrite starts it anew, --dry-run prints what would be
-done and stops."""
+Without arguments: the embedded quickstart, minutes on two CPU cores. --config FILE.yaml takes its fields as defaults
+(given several times, each file overrides those before it); every flag below overrides them. --resume continues a run,
+--overwrite starts it anew, --dry-run prints what would be done and stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class Invocation:
 @dataclass(frozen=True, kw_only=True)
 class _Command:
     run: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    config: str | None = None
-    """YAML file with defaults for the fields below"""
+    config: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """YAML file with defaults for the fields below; several are laid over each other"""
     resume: bool = False
     """Continue the run at --out from its newest checkpoint"""
     overwrite: bool = False
@@ -61,15 +61,26 @@ def parse(arguments: Sequence[str]) -> Invocation:
 
 
 def _defaults(arguments: Sequence[str]) -> tuple[dict, str]:
-    """The YAML file named by --config, read before tyro builds its flags."""
-    path: Path | None = None
+    """The YAML files named by --config, one laid over the other, read before tyro builds its flags."""
+    paths: list[Path] = []
     for index, argument in enumerate(arguments):
         if argument == "--config" and index + 1 < len(arguments):
-            path = Path(arguments[index + 1])
+            paths.append(Path(arguments[index + 1]))
         elif argument.startswith("--config="):
-            path = Path(argument.removeprefix("--config="))
-    path = path or packaged_config("quickstart.yaml")
-    return load_yaml(path), str(path)
+            paths.append(Path(argument.removeprefix("--config=")))
+    paths = paths or [packaged_config("quickstart.yaml")]
+    data: dict[str, Any] = {}
+    for path in paths:
+        data = _laid_over(data, load_yaml(path))
+    return data, " + ".join(map(str, paths))
+
+
+def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = below.get(key)
+        merged[key] = _laid_over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def packaged_config(name: str) -> Path:

@@ -95,6 +95,17 @@ def reward(run: Run, prompts: Prompts, samples: list[Sample]) -> list[Verdict]:
     )
 
 
+def rewards_of(verdicts: list[Verdict], samples: list[Sample]) -> np.ndarray:
+    """float64 `[B]`; NaN for a response that the engine cut off, which thus enters neither group nor loss."""
+    return np.array(
+        [
+            np.nan if sample.finish_reason == "abort" else verdict.reward
+            for verdict, sample in zip(verdicts, samples, strict=True)
+        ],
+        np.float64,
+    )
+
+
 def make_batch(
     run: Run, requests: list[Request], samples: list[Sample], advantages: np.ndarray, usable: np.ndarray
 ) -> RolloutBatch:

@@ -15,6 +15,7 @@ from triage_jax.model import Numerics
 from triage_jax.nvfp4 import QuantSpec
 from triage_jax.objective import TriageConfig
 from triage_jax.rollout import LocalEngineConfig
+from triage_jax.rollout.sglang import SglangConfig
 from triage_jax.tasks.arithmetic import ArithmeticConfig
 from triage_jax.tasks.jsonl import JsonlConfig
 
@@ -64,7 +65,14 @@ class RolloutSection:
     temperature: float = 1.0
     train_truncated: bool = True
     """False keeps truncated responses out of the loss (they stay in their group's mean)"""
+    engine: Literal["local", "sglang"] = "local"
+    """local: the sampler in this process, with numerics.sampler; sglang: servers, with the numerics they were started
+    with"""
+    max_staleness: Literal[0, 1] = 0
+    """1: the responses of a step are drawn while the learner still works on the step before, with weights one update
+    old; costs a copy of the weights, which splits the gap into staleness and numerics"""
     local: LocalEngineConfig = field(default_factory=LocalEngineConfig)
+    sglang: SglangConfig = field(default_factory=SglangConfig)
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens"):
@@ -226,6 +234,8 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _coerce(expected: Any, value: Any, where: str) -> Any:
     """`value` as `expected`, with the conversions that YAML makes necessary; raises ConfigError otherwise."""
+    if isinstance(expected, typing.TypeAliasType):
+        expected = expected.__value__
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if origin is typing.Union or origin is types.UnionType:
         if value is None and type(None) in arguments:

@@ -8,6 +8,7 @@ import numpy as np
 from triage_jax.learner import LearnerState, RolloutBatch, UpdateReport
 from triage_jax.model import TokenScores
 from triage_jax.objective import finalize
+from triage_jax.pipeline import Rollout
 from triage_jax.rollout import Sample
 from triage_jax.tasks.protocol import Verdict, count_statuses
 
@@ -15,6 +16,7 @@ from triage_jax.tasks.protocol import Verdict, count_statuses
 def describe_step(
     samples: list[Sample],
     verdicts: list[Verdict],
+    rewards: np.ndarray,
     flat_groups: int,
     scores: TokenScores,
     batch: RolloutBatch,
@@ -23,13 +25,13 @@ def describe_step(
 ) -> dict[str, Any]:
     """Metrics of one step, without times; keys name the mean they are."""
     lengths = np.array([len(sample.token_ids) for sample in samples])
-    rewards = np.array([verdict.reward for verdict in verdicts], np.float64)
+    rewards = rewards[np.isfinite(rewards)]
     reasons = [sample.finish_reason for sample in samples]
     mask = np.asarray(batch.mask)
     entropy = np.asarray(scores.entropy)[mask]
     on_host = jax.device_get(finalize(outcome.metrics))
     return {
-        "reward/mean/response": rewards.mean(),
+        "reward/mean/response": rewards.mean() if rewards.size else None,
         "reward/flat_groups": flat_groups,
         **{f"verdict/{status}": count for status, count in count_statuses(verdicts).items()},
         "response/length_mean": lengths.mean(),
@@ -43,19 +45,38 @@ def describe_step(
         "optimizer/param_norm": float(outcome.param_norm),
         "optimizer/applied": int(outcome.applied),
         "optimizer/skipped": int(state.skipped),
-        "rollout/weight_version": min(int(sample.weight_versions.min()) for sample in samples),
+        "rollout/weight_version": min(
+            (int(sample.weight_versions.min()) for sample in samples if sample.weight_versions.size),
+            default=None,
+        ),
+    }
+
+
+def gap_split(now: np.ndarray, at_draw: np.ndarray, batch: RolloutBatch) -> dict[str, Any]:
+    """The gap as a sum: (now - at_draw), older weights, plus (at_draw - sampler), other numerics of the same weights.
+
+    `now` and `at_draw` are the learner's log-probabilities `[B, N]` under its present weights and under those that
+    drew each token.
+    """
+    mask = np.asarray(batch.mask)
+    parts = {"staleness": now - at_draw, "numerics": at_draw - np.asarray(batch.sampler_logp)}
+    return {
+        f"gap/{name}_abs_mean/token": np.abs(part[mask]).mean() if mask.any() else None
+        for name, part in parts.items()
     }
 
 
 def timings(
-    started: float, sampled: float, learned: float, refitted: float, samples: list[Sample]
+    started: float, sampled: float, learned: float, refitted: float, rollout: Rollout
 ) -> dict[str, float]:
-    tokens = sum(len(sample.token_ids) for sample in samples)
+    """Seconds by purpose. `time/rollout` is the engine's own time, of which `time/wait` was waited for."""
+    tokens = sum(len(sample.token_ids) for sample in rollout.samples)
     return {
-        "time/rollout": sampled - started,
+        "time/rollout": rollout.seconds,
+        "time/wait": sampled - started,
         "time/learner": learned - sampled,
         "time/refit": refitted - learned,
         "time/step": refitted - started,
-        "throughput/rollout_tokens_per_second": tokens / (sampled - started),
+        "throughput/rollout_tokens_per_second": tokens / rollout.seconds,
         "throughput/tokens_per_second": tokens / (refitted - started),
     }

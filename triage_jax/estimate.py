@@ -30,7 +30,9 @@ def memory_estimate(config: TrainConfig, model: ModelConfig) -> dict[str, float]
         "Adam moments, float32": 8 * count / mesh.fsdp,
         "gradient, float32": 4 * count / mesh.fsdp,
         "learner activations": kept,
-        "sampler weights, BF16": 2.0 * count,
-        "sampler KV cache": float(cache),
     }
+    if config.rollout.max_staleness:
+        parts["previous weights, float32"] = 4 * count / mesh.fsdp
+    if config.rollout.engine == "local":
+        parts |= {"sampler weights, BF16": 2.0 * count, "sampler KV cache": float(cache)}
     return parts | {"total": sum(parts.values())}

@@ -205,7 +205,7 @@ def _plan_rows(config: TrainConfig, model: ModelConfig) -> list[tuple[str, str]]
             f"{config.model.path} ({model.architecture}, {model.num_layers} layers, width {model.hidden_size})",
         ),
         ("learner", config.numerics.learner.describe()),
-        ("sampler", config.numerics.sampler.describe()),
+        ("sampler", _sampler(config)),
         ("objective", f"{gate}, {repair}, {tis}, {objective.reduction} reduction"),
         (
             "batch",
@@ -216,6 +216,14 @@ def _plan_rows(config: TrainConfig, model: ModelConfig) -> list[tuple[str, str]]
         ("steps", f"{config.steps}, learning rate {config.optimizer.learning_rate:g}"),
         ("out", config.out),
     ]
+
+
+def _sampler(config: TrainConfig) -> str:
+    if config.rollout.engine == "local":
+        text = config.numerics.sampler.describe()
+    else:
+        text = f"SGLang at {', '.join(config.rollout.sglang.urls)}, with the numerics it was started with"
+    return text + (", one step ahead" if config.rollout.max_staleness else "")
 
 
 def _share(right: Any, samples: Any) -> str:

@@ -27,12 +27,13 @@ from triage_jax.learner import (
 from triage_jax.metrics import MetricLog, TensorBoard, Tracker, WeightsAndBiases, write_atomically
 from triage_jax.model import ModelConfig, Params, load_model, save_model
 from triage_jax.rollout import Engine, LocalEngine
+from triage_jax.rollout.sglang import SglangEngine
 from triage_jax.tasks.arithmetic import ArithmeticTask
 from triage_jax.tasks.jsonl import DataError, JsonlTask
 from triage_jax.tasks.protocol import Task
 from triage_jax.tasks.tokenizer import TextCodec, load_tokenizer
 
-MAY_CHANGE = ("out", "steps", "eval.", "checkpoint.", "track.", "learner.")
+MAY_CHANGE = ("out", "steps", "eval.", "checkpoint.", "track.", "learner.", "rollout.sglang.")
 """Fields that a resumed run may change: none decides the value of a step (the mesh and micro-batches only round it)"""
 
 
@@ -99,12 +100,16 @@ class Paths:
         return self.root / "model"
 
     @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
     def clear(self) -> None:
         """Delete what a run writes, and nothing else that may lie in the directory."""
-        for path in (self.checkpoints, self.skipped, self.model, self.tensorboard):
+        for path in (self.checkpoints, self.skipped, self.model, self.weights, self.tensorboard):
             shutil.rmtree(path, ignore_errors=True)
         for path in (self.metrics, self.report, self.config):
             path.unlink(missing_ok=True)
@@ -169,7 +174,7 @@ def open_run(config: TrainConfig, *, resume: bool = False) -> Iterator[Run]:
         stack.callback(log.close)
         if saved != to_dict(config):
             write_atomically(paths.config, yaml.safe_dump(to_dict(config), sort_keys=False))
-        engine = LocalEngine(model, config.numerics.sampler, config.rollout.local)
+        engine = _open_engine(config, model, model_path, paths)
         stack.callback(engine.close)
         _check_engine(config, engine)
         # Also after a resume: the first sample must come from the restored weights, not from the base model.
@@ -291,6 +296,15 @@ def _check_engine(config: TrainConfig, engine: Engine) -> None:
             f"rollout.temperature = {temperature}, and the engine ({engine.capabilities.description}) returns "
             "log-probabilities at temperature 1 whatever the sampling; accepted: rollout.temperature = 1"
         )
+
+
+def _open_engine(config: TrainConfig, model: ModelConfig, model_path: Path, paths: Paths) -> Engine:
+    if config.rollout.engine == "local":
+        return LocalEngine(model, config.numerics.sampler, config.rollout.local)
+    settings = config.rollout.sglang
+    directory = Path(settings.weights_dir).expanduser() if settings.weights_dir else paths.weights
+    with _reported("rollout.sglang"):
+        return SglangEngine(settings, model, config.numerics.learner, directory, tokenizer_from=model_path)
 
 
 def _open_task(config: TrainConfig, stack: ExitStack) -> Task:

@@ -9,9 +9,9 @@ import numpy as np
 
 from triage_jax import report
 from triage_jax.cli import Invocation, parse
-from triage_jax.collect import held_out, make_batch, make_requests, reward, sampling, take_prompts
+from triage_jax.collect import held_out, make_batch, reward, rewards_of
 from triage_jax.config import ConfigError
-from triage_jax.describe import describe_step, timings
+from triage_jax.describe import describe_step, gap_split, timings
 from triage_jax.learner import (
     CheckpointError,
     LearnerState,
@@ -21,7 +21,9 @@ from triage_jax.learner import (
     score,
     update,
 )
-from triage_jax.model import ModelError, TokenScores
+from triage_jax.model import ModelError, Params, TokenScores
+from triage_jax.pipeline import Pipeline, drawn_before
+from triage_jax.rollout import EngineError
 from triage_jax.run import Paths, Run, Stop, StopSignal, open_run, place_batch
 from triage_jax.tasks.jsonl import DataError
 
@@ -35,37 +37,47 @@ class TrainingStopped(RuntimeError):
 def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
     """The loop: sample, reward, weigh, learn, refit; returns the last state.
 
-    Raises Stop after a signal (with everything saved), TrainingStopped after too many skipped updates.
+    Raises, with everything saved, Stop after a signal and EngineError where the engine gave up; TrainingStopped after
+    too many skipped updates.
     """
     config, engine, state, cursor = run.config, run.engine, run.state, run.cursor
+    pipeline, ahead, previous = Pipeline(run, console.sampling), config.rollout.max_staleness, None
     if run.step == 0:
         _log_held_out(run, step=0, console=console)
     try:
         for step in range(run.step, config.steps):
             started = time.perf_counter()
-            prompts = take_prompts(run, cursor)
-            requests = make_requests(prompts, config, step)
-            samples = engine.generate(requests, sampling(config), console.sampling)
-            sampled = time.perf_counter()
+            rollout = pipeline.take(step, cursor)
+            samples, sampled = rollout.samples, time.perf_counter()
             stop.check()
+            if ahead and step + 1 < config.steps:
+                pipeline.start(step + 1, rollout.prompts.cursor)
 
-            verdicts = reward(run, prompts, samples)
-            advantages = group_advantages(
-                np.array([verdict.reward for verdict in verdicts]), config.rollout.samples_per_prompt
-            )
-            host_batch = make_batch(run, requests, samples, advantages.advantages, advantages.usable)
+            verdicts = reward(run, rollout.prompts, samples)
+            rewards = rewards_of(verdicts, samples)
+            advantages = group_advantages(rewards, config.rollout.samples_per_prompt)
+            host_batch = make_batch(run, rollout.requests, samples, advantages.advantages, advantages.usable)
             batch = place_batch(host_batch, run.mesh)
             # One program at a time: two with collectives in flight at once can lock up virtual CPU devices.
             scores = jax.block_until_ready(score(run.learner, state.params, batch))
+            at_draw = _logp_at_draw(
+                run, scores, previous, batch, drawn_before(step, samples, batch.mask.shape[1])
+            )
+            previous = jax.tree.map(jax.numpy.copy, state.params) if ahead else None
             state, outcome = jax.block_until_ready(update(run.learner, state, batch, scores.logp))
-            learned = time.perf_counter()
+            cursor, learned = rollout.prompts.cursor, time.perf_counter()
 
-            engine.update_weights(state.params, step + 1)
-            cursor = prompts.cursor
-            row = describe_step(samples, verdicts, advantages.flat_groups, scores, batch, outcome, state)
-            row |= timings(started, sampled, learned, time.perf_counter(), samples)
-            row["prompts/too_long"] = prompts.too_long
-            run.log.log(row, step + 1)
+            row = describe_step(
+                samples, verdicts, rewards, advantages.flat_groups, scores, batch, outcome, state
+            )
+            row |= gap_split(np.asarray(scores.logp), at_draw, host_batch)
+            row["prompts/too_long"] = rollout.prompts.too_long
+            try:
+                engine.update_weights(state.params, step + 1)
+            finally:
+                # The update is made: its metrics are kept even where no engine takes the weights.
+                row |= timings(started, sampled, learned, time.perf_counter(), rollout) | engine.metrics()
+                run.log.log(row, step + 1)
             console.step(step + 1, row)
             _guard(run, host_batch, scores, state, outcome)
             if config.eval.every and (step + 1) % config.eval.every == 0 and step + 1 < config.steps:
@@ -73,11 +85,24 @@ def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
             if config.checkpoint.every and (step + 1) % config.checkpoint.every == 0:
                 run.checkpoints.save(step + 1, state, {"cursor": cursor})
             stop.check()
-    except Stop:
+    except (Stop, EngineError):
         run.checkpoints.save(int(state.step), state, {"cursor": cursor})
         raise
+    finally:
+        pipeline.close()
     run.checkpoints.save(int(state.step), state, {"cursor": cursor})
     return state
+
+
+def _logp_at_draw(
+    run: Run, scores: TokenScores, previous: Params | None, batch: RolloutBatch, stale: np.ndarray
+) -> np.ndarray:
+    """The learner's log-probabilities `[B, N]` with the weights that drew each token, present or previous."""
+    now = np.asarray(scores.logp)
+    if previous is None or not stale.any():
+        return now
+    before = jax.block_until_ready(score(run.learner, previous, batch))
+    return np.where(stale, np.asarray(before.logp), now)
 
 
 def _log_held_out(run: Run, *, step: int, console: report.Progress) -> None:
@@ -156,6 +181,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, DataError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except EngineError as error:
+        print(f"error: {error}\nNothing is lost: the same command with --resume continues.", file=sys.stderr)
+        return EXIT_FAILED
     except (TrainingStopped, CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
