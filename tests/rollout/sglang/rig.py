@@ -1,0 +1,66 @@
+"""An engine of the tiny model on fake servers, with short patience, and what its samples must be."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.rollout.sglang.fake_server import FakeServer, expected
+from tests.tiny import tiny_config, tiny_params
+from triage_jax.model import Numerics
+from triage_jax.rollout import Request, Sample, SamplingParams
+from triage_jax.rollout.sglang import SglangConfig, SglangEngine
+
+CONFIG = tiny_config()
+WEIGHTS = [tiny_params(CONFIG, seed) for seed in range(3)]
+SAMPLING = SamplingParams(max_new_tokens=12)
+FLOAT32 = Numerics(execution="float32")
+
+
+@contextmanager
+def engine_on(servers: list[FakeServer], directory: Path, **settings: Any) -> Iterator[SglangEngine]:
+    """An engine without weights yet."""
+    patience = {
+        "request_timeout": 10.0,
+        "startup_timeout": 10.0,
+        "connect_timeout": 2.0,
+        "backoff": 0.01,
+        "retries": 4,
+    }
+    config = SglangConfig(**({"urls": tuple(server.url for server in servers)} | patience | settings))
+    engine = SglangEngine(config, CONFIG, FLOAT32, directory / "weights")
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def requests(count: int, seed: int = 0) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    return [
+        Request(
+            uid=f"r{index}",
+            prompt_ids=tuple(rng.integers(2, 32, rng.integers(1, 8)).tolist()),
+            seed=int(rng.integers(2**32)),
+        )
+        for index in range(count)
+    ]
+
+
+def check(
+    samples: list[Sample],
+    asked: list[Request],
+    weights: str,
+    version: int,
+    sampling: SamplingParams = SAMPLING,
+) -> None:
+    """Every request's own sample, once, in order, drawn with these weights."""
+    assert [sample.uid for sample in samples] == [request.uid for request in asked]
+    for sample, request in zip(samples, asked, strict=True):
+        tokens, logprobs = expected(weights, request.seed, request.prompt_ids, sampling.max_new_tokens)
+        assert sample.token_ids.tolist() == tokens
+        np.testing.assert_array_equal(sample.logprobs, np.array(logprobs, np.float32))
+        assert sample.weight_versions.tolist() == [version] * len(tokens)
+        assert sample.finish_reason == ("stop" if tokens[-1] == 1 else "length")

@@ -1,0 +1,168 @@
+"""Versions on disk: what is written is what the learner holds, and every defect is found before a server sees it."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.tiny import tiny_config, tiny_model, tiny_params
+from triage_jax.model import load_model
+from triage_jax.rollout import EngineError
+from triage_jax.rollout.sglang.errors import RefitFailed
+from triage_jax.rollout.sglang.weights import MANIFEST, WeightStore, validate
+
+CONFIG = tiny_config()
+PARAMS = tiny_params(CONFIG)
+TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = WeightStore(tmp_path / "weights", keep=2)
+    yield store
+    store.close()
+
+
+def test_a_version_holds_the_rounded_weights(store, tmp_path):
+    snapshot = store.write(PARAMS, CONFIG, 3, tiny_model(tmp_path))
+    assert snapshot.path == tmp_path / "weights" / "step-3"
+    assert (snapshot.path / "tokenizer.json").is_file()
+    loaded, config = load_model(snapshot.path)
+    assert config == CONFIG
+    np.testing.assert_array_equal(loaded.layers.up, PARAMS.layers.up.astype(jnp.bfloat16).astype(jnp.float32))
+    manifest = json.loads((snapshot.path / MANIFEST).read_text())
+    assert manifest[TENSOR]["shape"] == [64, 32]
+    assert manifest[TENSOR]["dtype"] == "bfloat16"
+    # Embedding, final norm, and per layer 4 attention, 3 MLP, 4 norm tensors.
+    assert len(manifest) == 2 + 2 * 11
+    # 32*32 + 32 + 2 * (32*32 + 2*16*32 + 32*32 + 2*16 + 2*32 + 3*64*32) numbers of two bytes
+    assert snapshot.size == 2 * (1056 + 2 * (1024 + 1024 + 1024 + 32 + 64 + 6144))
+
+
+def test_the_digest_follows_the_rounded_weights_and_nothing_else(store):
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), PARAMS)
+    first = store.write(rounded, CONFIG, 0)
+    # An eighth of the distance to the next BF16 number: rounds back.
+    nearby = jax.tree.map(lambda leaf: leaf * (1 + 2**-12), rounded)
+    assert store.write(nearby, CONFIG, 1).digest == first.digest
+    changed = replace(rounded, final_norm=rounded.final_norm.at[5].set(1.5))
+    assert store.write(changed, CONFIG, 2).digest != first.digest
+
+
+def test_a_version_written_again_is_replaced(store):
+    first = store.write(PARAMS, CONFIG, 7)
+    second = store.write(tiny_params(CONFIG, seed=1), CONFIG, 7)
+    assert first.path == second.path
+    assert first.digest != second.digest
+    validate(second.path)
+    assert sorted(path.name for path in second.path.parent.iterdir()) == [".lock", "step-7"]
+
+
+def _flip(path):
+    tensors = load_file(path / "model.safetensors")
+    tensors[TENSOR][3, 4] += 1
+    save_file(tensors, path / "model.safetensors")
+
+
+def _without(path):
+    tensors = load_file(path / "model.safetensors")
+    del tensors[TENSOR]
+    save_file(tensors, path / "model.safetensors")
+
+
+def _extra(path):
+    save_file({"model.extra": np.zeros(3, np.float32)}, path / "more.safetensors")
+
+
+def _twice(path):
+    save_file({TENSOR: np.zeros(3, np.float32)}, path / "more.safetensors")
+
+
+def _reshaped(path):
+    tensors = load_file(path / "model.safetensors")
+    tensors[TENSOR] = tensors[TENSOR].T.copy()
+    save_file(tensors, path / "model.safetensors")
+
+
+def _widened(path):
+    tensors = load_file(path / "model.safetensors")
+    tensors[TENSOR] = tensors[TENSOR].astype(np.float32)
+    save_file(tensors, path / "model.safetensors")
+
+
+def _truncated(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _no_manifest(path):
+    (path / MANIFEST).write_text("{")
+
+
+DEFECTS = {
+    "flip": (_flip, f"{TENSOR}: sha256"),
+    "missing": (_without, f"1 tensors missing, first {TENSOR}"),
+    "extra": (_extra, "1 tensors unexpected, first model.extra"),
+    "twice": (_twice, f"{TENSOR} is also in model.safetensors"),
+    "shape": (_reshaped, rf"{TENSOR}: shape is \[32, 64\], the manifest says \[64, 32\]"),
+    "dtype": (_widened, f"{TENSOR}: dtype is float32, the manifest says bfloat16"),
+    "truncated": (_truncated, "cannot be read as safetensors"),
+    "manifest": (_no_manifest, "manifest.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_named(store, defect):
+    spoil, message = DEFECTS[defect]
+    path = store.write(PARAMS, CONFIG, 0).path
+    validate(path)
+    spoil(path)
+    with pytest.raises(RefitFailed, match=message):
+        validate(path)
+
+
+def test_a_value_that_is_not_finite_is_found_even_if_the_manifest_agrees(store):
+    path = store.write(PARAMS, CONFIG, 0).path
+    tensors = load_file(path / "model.safetensors")
+    tensors[TENSOR] = np.full((64, 32), np.inf, ml_dtypes.bfloat16)
+    save_file(tensors, path / "model.safetensors")
+    manifest = json.loads((path / MANIFEST).read_text())
+    with pytest.raises(RefitFailed) as caught:
+        validate(path)
+    manifest[TENSOR]["sha256"] = str(caught.value).split("sha256 is ")[1].split(",")[0]
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(RefitFailed, match=f"{TENSOR} holds a value that is not finite"):
+        validate(path)
+
+
+def test_weights_that_are_not_finite_leave_nothing_behind(store, tmp_path):
+    broken = replace(PARAMS, embed=PARAMS.embed.at[0, 0].set(jnp.nan))
+    with pytest.raises(
+        RefitFailed, match=r"version 4 .*model.embed_tokens.weight holds a value that is not finite"
+    ):
+        store.write(broken, CONFIG, 4)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == [".lock"]
+
+
+def test_old_versions_go_unless_they_are_needed(store):
+    for version in (1, 2, 9, 10, 11):
+        store.write(PARAMS, CONFIG, version)
+    store.release({2})
+    assert store.versions() == [2, 10, 11]
+    store.release(())
+    assert store.versions() == [10, 11]
+
+
+def test_one_writer_per_directory(store, tmp_path):
+    with pytest.raises(EngineError, match="another run writes its weights here"):
+        WeightStore(tmp_path / "weights", keep=2)
+    store.close()
+    (tmp_path / "weights" / ".step-5.new").mkdir()
+    reopened = WeightStore(tmp_path / "weights", keep=2)
+    assert not (tmp_path / "weights" / ".step-5.new").exists()
+    reopened.close()
