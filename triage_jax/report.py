@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 
 from triage_jax.config import TrainConfig, to_dict
@@ -21,12 +21,13 @@ BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7
 
 
 class Progress:
-    """One line per step; on a terminal also a live count of samples while a rollout runs."""
+    """One line per step; on a terminal also a bar of samples and tokens per second while a rollout runs."""
 
-    def __init__(self, steps: int, console: Console | None = None) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, rows: int | None = None, console: Console | None = None) -> None:
+        """`rows`: samples of one rollout, the length of the bar."""
+        self._steps, self._rows = steps, rows
         self._console = console or Console(highlight=False)
-        self._status: Status | None = None
+        self._bar: rich_progress.Progress | None = None
         self._printed = 0
 
     def note(self, text: str) -> None:
@@ -35,17 +36,19 @@ class Progress:
     def sampling(self, samples: int, tokens: int) -> None:
         if not self._console.is_terminal:
             return
-        text = f"sampling: {samples} samples, {tokens} tokens"
-        if self._status is None:
-            self._status = self._console.status(text)
-            self._status.start()
-        self._status.update(text)
+        if self._bar is None:
+            self._bar = _sampling_bar(self._console)
+            self._bar.add_task("sampling", total=self._rows, rate=0.0)
+            self._bar.start()
+        (task,) = self._bar.tasks
+        rate = tokens / task.elapsed if task.elapsed else 0.0
+        self._bar.update(task.id, completed=samples, rate=rate)
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
         """Print the metrics of one step."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
         if self._printed % 20 == 0:
             self._console.print(header_line(self._steps), markup=False, soft_wrap=True, style="bold")
         self._printed += 1
@@ -53,6 +56,17 @@ class Progress:
 
     def held_out(self, step: int, right: int, samples: int) -> None:
         self.note(f"held out, step {step}: {_share(right, samples)}")
+
+
+def _sampling_bar(console: Console) -> rich_progress.Progress:
+    return rich_progress.Progress(
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.TextColumn("{task.completed}/{task.total} samples, {task.fields[rate]:,.0f} tokens/s"),
+        rich_progress.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
 
 
 COLUMNS = (

@@ -147,7 +147,7 @@ def _guard(
 def run_training(invocation: Invocation) -> int:
     """Train as asked; returns the exit status."""
     config, paths = invocation.config, Paths(root=Path(invocation.config.out))
-    console = report.Progress(config.steps)
+    console = report.Progress(config.steps, config.rollout.rows)
     if invocation.dry_run:
         report.print_plan(config)
         return 0
