@@ -284,7 +284,7 @@ class Client:
             status, content = response.status_code, response.content
         except (httpx.HTTPError, TimeoutError) as caught:
             error = caught
-        if status != 200 and content is not None:
+        if content is not None:
             # A proxy or debug page may echo the headers it was sent.
             content = self._admin.hide(self._api.hide(content))
         failure = classify(status, content, error, url=self.url, rid=rid)
