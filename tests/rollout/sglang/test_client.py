@@ -187,6 +187,14 @@ def test_keys_show_up_nowhere(
         assert ADMIN not in text
 
 
+def test_a_key_that_looks_like_data_leaves_the_data_alone(
+    httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", "119")
+    url = answer_everything(httpserver, recorded_answer("gen_ids_logprob_default"))
+    assert use(url, draw).token_ids.tolist() == [119, 300, 121, 0, 2]
+
+
 def test_environment_proxies_are_not_used(httpserver: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

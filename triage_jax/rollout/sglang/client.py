@@ -60,7 +60,8 @@ def retrying(
     last of them. `deadline`: seconds after which no further attempt starts; None: config.request_timeout."""
     return AsyncRetrying(
         retry=retry_if_exception_type(errors),
-        stop=stop_after_attempt(config.retries + 1) | stop_after_delay(deadline or config.request_timeout),
+        stop=stop_after_attempt(config.retries + 1)
+        | stop_after_delay(config.request_timeout if deadline is None else deadline),
         wait=wait_exponential(multiplier=config.backoff, max=30.0) + wait_random(0.0, config.backoff),
         reraise=True,
     )
@@ -234,7 +235,7 @@ class Client:
         await self._retried("POST", "/abort_request", {"rid": rid} if rid else {"abort_all": True})
 
     async def _object(self, method: Method, path: str, payload: Fields | None = None) -> Fields:
-        answer = decode(await self._retried(method, path, payload), url=self.url)
+        answer = self._decode(await self._retried(method, path, payload))
         if not isinstance(answer, dict):
             raise BadResponse(f"{path}: a {type(answer).__name__}; expected one object", url=self.url)
         return answer
@@ -257,11 +258,21 @@ class Client:
         admin: bool = False,
         timeout: float | None = None,
     ) -> object:
-        return decode(
-            await self._exchange(method, path, payload, rid, admin=admin, timeout=timeout),
-            url=self.url,
-            rid=rid,
+        return self._decode(
+            await self._exchange(method, path, payload, rid, admin=admin, timeout=timeout), rid
         )
+
+    def _decode(self, content: bytes, rid: str | None = None) -> object:
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            message = self._without_keys(content).decode("utf-8", "replace")
+        # Outside the except block: the JSON exception holds the whole body.
+        raise BadResponse("body: no JSON", url=self.url, rid=rid, message=message)
+
+    def _without_keys(self, content: bytes) -> bytes:
+        """What may be quoted: a proxy or debug page may echo the headers it was sent."""
+        return self._admin.hide(self._api.hide(content))
 
     async def _exchange(
         self,
@@ -284,10 +295,7 @@ class Client:
             status, content = response.status_code, response.content
         except (httpx.HTTPError, TimeoutError) as caught:
             error = caught
-        if content is not None:
-            # A proxy or debug page may echo the headers it was sent.
-            content = self._admin.hide(self._api.hide(content))
-        failure = classify(status, content, error, url=self.url, rid=rid)
+        failure = classify(status, self._without_keys(content or b""), error, url=self.url, rid=rid)
         if failure is not None:
             # Raised outside the except block: the HTTP exception holds the request with its headers.
             raise failure
@@ -322,13 +330,3 @@ class _Bearer(httpx.Auth):
 def new_rid() -> str:
     """A request id that is nobody's prefix: 32 hexadecimal digits."""
     return uuid.uuid4().hex
-
-
-def decode(content: bytes, *, url: str, rid: str | None = None) -> object:
-    """JSON of a body; raises BadResponse."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        raise BadResponse(
-            "body: no JSON", url=url, rid=rid, message=content[:400].decode("utf-8", "replace")
-        ) from None
