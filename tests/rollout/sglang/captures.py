@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +30,9 @@ LIMITS = Limits(vocab_size=512, context=512)
 PROMPT = (5, 17, 42, 99, 260)
 ANY_VERSION = 7
 """Version given to tokens of any label, where a test is not about labels"""
+
+
+type Versions = Callable[[str], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +156,7 @@ def hang_up(received: Received, *, partial: bool) -> None:
     connection.shutdown(socket.SHUT_RDWR)
 
 
-async def exchange(client: Client, recorded: Capture) -> object:
+async def exchange(client: Client, recorded: Capture, version_of: Versions) -> object:
     """Do what the engine does on this route and give back what it got; routes it never calls are sent as recorded."""
     match recorded.path.partition("?")[0]:
         case "/generate" if recorded.payload.get("sampling_params") == {
@@ -163,7 +166,7 @@ async def exchange(client: Client, recorded: Capture) -> object:
             return await client.score(recorded.prompt())
         case "/generate" | "/v1/completions" | "/v1/chat/completions" | "/inference/v1/generate":
             request = Request(uid="problem/0", prompt_ids=recorded.prompt(), seed=11)
-            return await client.generate(request, recorded.sampling(), lambda label: ANY_VERSION)
+            return await client.generate(request, recorded.sampling(), version_of)
         case "/ready":
             return await client.ready()
         case "/server_info" | "/get_server_info":
@@ -199,13 +202,17 @@ async def _as_recorded(url: str, recorded: Capture) -> object:
     return classify(response.status_code, response.content, None, url=url)
 
 
-def react(url: str, recorded: Capture, config: SglangConfig | None = None) -> object:
+def any_version(label: str) -> int | None:
+    return ANY_VERSION
+
+
+def react(url: str, recorded: Capture, version_of: Versions = any_version) -> object:
     """Result of the exchange, or the error the client raised."""
 
     async def run() -> object:
-        client = Client(url, config or quick(url), LIMITS)
+        client = Client(url, quick(url), LIMITS)
         try:
-            return await exchange(client, recorded)
+            return await exchange(client, recorded, version_of)
         except SglangError as error:
             return error
         finally:
@@ -235,7 +242,7 @@ def generate(url: str, request: Request, sampling: SamplingParams, **changes: An
     async def run() -> Sample:
         client = Client(url, quick(url, **changes), LIMITS)
         try:
-            return await client.generate(request, sampling, lambda label: ANY_VERSION)
+            return await client.generate(request, sampling, any_version)
         finally:
             await client.close()
 

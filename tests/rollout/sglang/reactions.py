@@ -68,7 +68,7 @@ REACTIONS: tuple[Reaction, ...] = (
     Reaction(
         answer="200, log-probabilities missing (with top-p or top-k: those of the truncated distribution)",
         outcome=errors.BadResponse,
-        then="Stops the run: training on such a sample would be silent damage",
+        then="Draws the sample again, on another server if there is one, up to `retries` times; then stops the run",
         captures=(
             "auth_generate_user_key",
             "err_max_new_tokens_null",
@@ -99,19 +99,19 @@ REACTIONS: tuple[Reaction, ...] = (
     Reaction(
         answer="200, a log-probability is null, infinite or positive (weights that hold NaN)",
         outcome=errors.BadResponse,
-        then="Stops the run",
+        then="As above",
         captures=("gen_nan_weights",),
     ),
     Reaction(
         answer="200, counts, ids or the finish reason disagree, or a stop id stands inside the response",
         outcome=errors.BadResponse,
-        then="Stops the run",
+        then="As above",
         captures=("gen_stop_token_ids", f"{captures.SGLANG_JAX}/gen_aborted"),
     ),
     Reaction(
         answer="200, no weight version, a list, a stream, or no response of `/generate` at all (another engine)",
         outcome=errors.BadResponse,
-        then="Stops the run",
+        then="As above",
         captures=(
             "gen_abort_all_batch",
             "gen_batch2_*",
@@ -172,7 +172,7 @@ REACTIONS: tuple[Reaction, ...] = (
     Reaction(
         answer="401, 403",
         outcome=errors.Unauthorized,
-        then="Stops the run: check which of the two keys is set",
+        then="In a sample: stops the run. In a refit: leaves the server out. Check which of the two keys is set",
         captures=(
             "auth_generate_admin_key",
             "auth_generate_no_key",
@@ -198,8 +198,9 @@ REACTIONS: tuple[Reaction, ...] = (
     Reaction(
         answer="Connection refused, dropped or silent for too long",
         outcome=errors.ServerGone,
-        then="Leaves the server out and draws its samples elsewhere. When it is back it holds its start-up weights, so "
-        "it gets the current ones before any request. Stops the run when no server is left",
+        then="Draws its samples elsewhere. A server that is back may hold its start-up weights: unless label and "
+        "checksum prove the current ones, they are pushed before any request. A version that killed it twice is not "
+        "sent again. Stops the run when no server comes back within `startup_timeout`",
         captures=(
             "ctl_after_drain",
             "err_empty_text_crash",
@@ -213,7 +214,7 @@ REACTIONS: tuple[Reaction, ...] = (
     Reaction(
         answer="`/update_weights_from_disk`: 400, or `success` is not true; `/flush_cache`: 400, requests are running",
         outcome=errors.RefitFailed,
-        then="Leaves the server out; stops the run when all fail",
+        then="Leaves the server out until there are newer weights; stops the run when all fail",
         captures=(
             "w_update_from_disk_missing",
             "w_update_from_disk_no_body",
@@ -226,7 +227,7 @@ REACTIONS: tuple[Reaction, ...] = (
     Reaction(
         answer="`/server_info`: another engine, a release before 0.5.23, options that change what is sampled",
         outcome=errors.Unsupported,
-        then="Stops before the first step",
+        then="Leaves the server out; stops the run when none is left",
         captures=(f"{captures.SGLANG_JAX}/info_get_server_info", f"{captures.VLLM}/info_server_info"),
     ),
     Reaction(
@@ -238,7 +239,7 @@ REACTIONS: tuple[Reaction, ...] = (
     Reaction(
         answer="`/ready`: anything else",
         outcome="false",
-        then="At start waits up to `startup_timeout`; later leaves the server out",
+        then="Undoes a pause that somebody left behind and asks again; the server stays out meanwhile",
         captures=("ctl_ready_after_sigterm", "ctl_ready_while_paused"),
     ),
     Reaction(
@@ -306,6 +307,19 @@ REACTIONS: tuple[Reaction, ...] = (
 )
 
 
+STALE = Reaction(
+    answer="200, a token of weights that were not pushed: `default` after a restart, or of another run",
+    outcome=errors.StaleServer,
+    then="Leaves the server out until it has the current weights; draws the sample again elsewhere",
+    captures=(
+        "gen_across_pause_*", "gen_aborted_nonstream", "gen_ids_logprob_*", "gen_sampled_mask_selected",
+        "gen_score_only_max1", "gen_stop_eos_via_bias", "moe_gen_T*", "moe_gen_frequency_penalty",
+        "moe_gen_routed_experts", "orig_logprob_T07", "skip_tok_eos",
+    ),
+)  # fmt: skip
+"""The same exchanges as in the first two rows, read by an engine that pushed `step-<n>` and nothing else"""
+
+
 def table() -> str:
     """The rows as Markdown."""
     words = {
@@ -316,7 +330,7 @@ def table() -> str:
         "false": "no",
     }
     lines = ["| What the server answers | Meaning | What the engine does |", "|---|---|---|"]
-    for row in REACTIONS:
+    for row in (*REACTIONS[:2], STALE, *REACTIONS[2:]):
         name = words[row.outcome] if isinstance(row.outcome, str) else f"`{row.outcome.__name__}`"
         lines.append(f"| {row.answer} | {name} | {row.then} |")
     return "\n".join(lines)
@@ -331,4 +345,4 @@ if __name__ == "__main__":
     text = DOCUMENT.read_text()
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
-    print(f"{len(REACTIONS)} rows written to {DOCUMENT.relative_to(ROOT)}")
+    print(f"{len(REACTIONS) + 1} rows written to {DOCUMENT.relative_to(ROOT)}")

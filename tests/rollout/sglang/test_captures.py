@@ -9,7 +9,7 @@ from pytest_httpserver import HTTPServer
 from tests.golden import shared_path
 from tests.rollout.sglang import captures
 from tests.rollout.sglang.captures import Capture, capture, load_all, played, react, recorded_sample
-from tests.rollout.sglang.reactions import DOCUMENT, REACTIONS, Reaction, in_document, table
+from tests.rollout.sglang.reactions import DOCUMENT, REACTIONS, STALE, Reaction, in_document, table
 from triage_jax.rollout import Request, Sample, SamplingParams
 from triage_jax.rollout.sglang.errors import (
     MESSAGE_LIMIT,
@@ -19,7 +19,7 @@ from triage_jax.rollout.sglang.errors import (
     StaleServer,
 )
 from triage_jax.rollout.sglang.reply import read_sample
-from triage_jax.rollout.sglang.wire import check_request
+from triage_jax.rollout.sglang.wire import check_request, parse_label
 
 
 def row_of(recorded: Capture) -> Reaction:
@@ -61,10 +61,22 @@ def assert_is_recorded(result: object, recorded: Capture, *, partial: bool) -> N
     assert partial == (result.finish_reason == "abort")
 
 
+@pytest.mark.parametrize(
+    "recorded",
+    [recorded for recorded in load_all() if row_of(recorded).outcome in ("sample", "partial")],
+    ids=lambda recorded: recorded.name,
+)
+def test_samples_of_weights_nobody_pushed(recorded: Capture, httpserver: HTTPServer) -> None:
+    """With real labels, an exchange is a sample if every token is of a pushed version, else proof of a stale server."""
+    with played(httpserver, recorded) as url:
+        result = react(url, recorded, parse_label)
+    assert type(result) is (StaleServer if STALE.covers(recorded.name) else Sample)
+
+
 def test_the_small_set_shows_every_row() -> None:
     """A clone without the recordings beside it still plays one exchange per row."""
     small = {path.parent.name + "/" + path.stem for path in (captures.DATA / "sglang").glob("*/*.json")}
-    missing = [row.answer for row in REACTIONS if not any(row.covers(name) for name in small)]
+    missing = [row.answer for row in (*REACTIONS, STALE) if not any(map(row.covers, small))]
     assert not missing
 
 
