@@ -159,7 +159,7 @@ class Fleet:
         """Make the server hold the target's weights and take part, unless it does not answer or has refused them."""
         async with server.lock:
             target = self._target
-            if target is None or server.refuses(target):
+            if target is None or server.refuses(target) or (server.live and server.target is target):
                 return
             was_live, server.live = server.live, False
             try:
@@ -171,7 +171,7 @@ class Fleet:
                 self._leave_out(server, error)
             else:
                 self._counts["servers_returned"] += not was_live and server.trouble is not None
-                server.live, server.trouble = True, None
+                server.live, server.target, server.trouble = True, target, None
                 logger.info("%s holds %s", server.url, target.label)
                 self._wake()
 

@@ -49,6 +49,8 @@ class Server:
         self.client = client
         self.limits = limits
         self.live = False
+        self.target: Target | None = None
+        """What it was taken in with last"""
         self.trouble: SglangError | None = None
         """Why it was left out last"""
         self.busy = 0
