@@ -465,12 +465,23 @@ def test_facts() -> None:
     assert read_facts(facts_of(version="0.10.0.dev3"), url=URL).version == "0.10.0.dev3"
 
 
-def test_context_is_the_shorter_one() -> None:
-    """SGLang shortens to max_req_len - prompt - 1 new tokens, where max_req_len = 506 + 5 = 511 = context - 1."""
+def test_limits_are_the_narrower_ones() -> None:
+    """A context of 512: the server shortens to 511 - prompt - 1 new tokens and refuses prompts of 506."""
     facts = read_facts(facts_of(), url=URL)
-    assert facts.context == 510
-    assert facts.within(LIMITS) == Limits(vocab_size=512, context=510)
-    assert facts.within(Limits(vocab_size=512, context=64)).context == 64
+    assert (facts.context, facts.prompt) == (510, 505)
+    assert facts.within(LIMITS) == Limits(vocab_size=512, context=510, prompt=505)
+    assert facts.within(Limits(vocab_size=512, context=64, prompt=32)) == Limits(
+        vocab_size=512, context=64, prompt=32
+    )
+
+
+def test_longest_prompt() -> None:
+    limits = Limits(vocab_size=512, context=510, prompt=505)
+    check_request(Request(uid="u", prompt_ids=(1,) * 505, seed=0), SamplingParams(max_new_tokens=5), limits)
+    with pytest.raises(RequestRefused, match="506 prompt tokens; the server accepts 505"):
+        check_request(
+            Request(uid="u", prompt_ids=(1,) * 506, seed=0), SamplingParams(max_new_tokens=1), limits
+        )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ class ServerFacts:
     version: str
     context: int
     """Tokens of prompt and response together that are never cut short"""
+    prompt: int
+    """Tokens of the longest prompt"""
     deterministic: bool
     """Started with --enable-deterministic-inference: seeds count, and equal batches give equal bits"""
     weight_version: str
@@ -28,7 +30,11 @@ class ServerFacts:
 
     def within(self, limits: Limits) -> Limits:
         """The model's limits, narrowed to the server's context."""
-        return Limits(vocab_size=limits.vocab_size, context=min(limits.context, self.context))
+        return Limits(
+            vocab_size=limits.vocab_size,
+            context=min(limits.context, self.context),
+            prompt=self.prompt if limits.prompt is None else min(limits.prompt, self.prompt),
+        )
 
 
 def read_facts(info: Fields, *, url: str) -> ServerFacts:
@@ -52,9 +58,10 @@ def read_facts(info: Fields, *, url: str) -> ServerFacts:
         raise Unsupported("/server_info has no max_req_input_len", url=url)
     return ServerFacts(
         version=version,
-        # The scheduler keeps 5 tokens of its longest request for output and silently shortens max_new_tokens so that
-        # one slot stays free: a prompt of `longest` tokens gets 4 new ones.
+        # The longest request is 5 tokens longer, but the scheduler silently shortens max_new_tokens so that one of them
+        # stays free; and a prompt of just max_req_input_len tokens is refused.
         context=longest + 4,
+        prompt=longest - 1,
         deterministic=info.get("enable_deterministic_inference") is True,
         weight_version=str(info.get("weight_version")),
         description=_describe(info, version),

@@ -17,6 +17,8 @@ class Limits:
 
     vocab_size: int
     context: int
+    prompt: int | None = None
+    """Longest prompt; None: what the context leaves"""
 
 
 def version_label(version: int) -> str:
@@ -51,6 +53,10 @@ def check_request(request: Request, sampling: SamplingParams, limits: Limits, *,
     accept(
         len(ids) <= room,
         f"{len(ids)} prompt tokens + {sampling.max_new_tokens} new tokens; the server's context holds {limits.context}",
+    )
+    accept(
+        limits.prompt is None or len(ids) <= limits.prompt,
+        f"{len(ids)} prompt tokens; the server accepts {limits.prompt}",
     )
     # Below 1e-6 the server goes greedy and reports the log-probabilities of temperature 1.
     greedy, hot = sampling.temperature == 0.0, 1e-6 <= sampling.temperature < math.inf
