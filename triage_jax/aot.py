@@ -10,14 +10,27 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, Sharding, SingleDeviceSharding
 from jax.stages import Compiled
+from jax.typing import DTypeLike
+
+from triage_jax.learner import (
+    Learner,
+    RolloutBatch,
+    batch_sharding,
+    init_state,
+    parameter_shardings,
+    update,
+)
+from triage_jax.learner.sharding import BATCH_AXES
+from triage_jax.model.params import abstract_params
 
 type Device = Any  # `jax.Device`, which type checkers take for a variable
 
@@ -156,6 +169,36 @@ def compile_for(fn: Callable[..., Any], args: Sequence[Any], devices: Sequence[D
                 "XLA found no `ptxas`: put a CUDA 13 toolkit on PATH or install nvidia-cuda-nvcc"
             ) from error
         raise
+
+
+def compile_update(
+    learner: Learner, target: GpuTarget, *, rows: int, prompt_tokens: int, new_tokens: int
+) -> Compiled:
+    """One update of `rows` responses on the learner's mesh of `target` GPUs, from shapes alone: no weight exists."""
+    shape = learner.settings.mesh
+    devices = target_devices(target, shape.data * shape.fsdp)
+    grid = np.asarray(devices).reshape(shape.data, shape.fsdp)
+    mesh = Mesh(grid, BATCH_AXES, axis_types=(AxisType.Auto,) * 2)
+
+    def array(sharding: Sharding, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    by_rows = partial(array, batch_sharding(mesh))
+    whole, response = (rows, prompt_tokens + new_tokens), (rows, new_tokens)
+    batch = RolloutBatch(
+        tokens=by_rows(whole, jnp.int32),
+        valid=by_rows(whole, jnp.bool),
+        mask=by_rows(response, jnp.bool),
+        sampler_logp=by_rows(response),
+        advantages=by_rows((rows,)),
+    )
+    state = jax.eval_shape(partial(init_state, learner), abstract_params(learner.model, jnp.float32))
+    state = jax.tree.map(
+        lambda leaf, sharding: array(sharding, leaf.shape, leaf.dtype),
+        state,
+        parameter_shardings(state, mesh),
+    )
+    return compile_for(update, (learner, state, batch, batch.sampler_logp), devices)
 
 
 def custom_calls(compiled: Compiled) -> Counter[str]:
