@@ -8,6 +8,7 @@ from triage_jax.nvfp4.formats import e4m3_decode as e4m3_decode
 from triage_jax.nvfp4.formats import e4m3_encode as e4m3_encode
 from triage_jax.nvfp4.formats import pack as pack
 from triage_jax.nvfp4.formats import unpack as unpack
+from triage_jax.nvfp4.native import block_scaled_product as block_scaled_product
 from triage_jax.nvfp4.operand import Operand as Operand
 from triage_jax.nvfp4.operand import from_quantized as from_quantized
 from triage_jax.nvfp4.operand import to_operand as to_operand

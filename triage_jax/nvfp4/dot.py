@@ -1,24 +1,31 @@
 """One product, several executions: y[..., n] = Σₖ x[..., k] · w[n, k]."""
 
 from functools import partial
-from typing import Literal, get_args
+from typing import get_args, no_type_check
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
-from triage_jax.nvfp4.operand import Operand, to_operand
+from triage_jax.nvfp4.backward import bf16_gradients, nvfp4_gradients, operand_gradient
+from triage_jax.nvfp4.operand import Operand, from_quantized
+from triage_jax.nvfp4.product import Execution as Execution
+from triage_jax.nvfp4.product import along_output, bf16_product, contract, dense, product, quantised
+from triage_jax.nvfp4.quantize import QuantizedTensor
 from triage_jax.nvfp4.spec import DotRecipe
 
-Execution = Literal["float32", "bf16", "emulated"]
+NVFP4: tuple[Execution, ...] = ("emulated", "scaled_matmul")
+"""Executions that quantise both operands."""
 
 
 def quantized_dot(
     x: Float[Array, "... K"],
-    w: Float[Array, "N K"] | Operand,
+    w: Float[Array, "N K"] | Operand | QuantizedTensor,
     recipe: DotRecipe | None,
     execution: Execution,
+    key: Array | None = None,
 ) -> Float[Array, "... N"]:
     """x · wᵀ in x's dtype; w lies output first, as Hugging Face stores it.
 
@@ -26,85 +33,131 @@ def quantized_dot(
         "float32": the plain product in float32 (float64 if an operand is) at highest precision, with its own
         gradient.
         "bf16": operands cast to BF16, float32 accumulation.
-        "emulated": both operands quantised by `recipe` (an `Operand` is taken as it is), the BF16 product of
-        code × block scale with float32 accumulation, then times fl(sₓ·s_w) in float32. A native NVFP4 product
-        differs from it in the order of accumulation only.
+        "emulated": both operands quantised by `recipe` (a quantised weight is taken as it is), the BF16 product
+        of code × block scale with float32 accumulation, then times fl(sₓ·s_w) in float32.
+        "scaled_matmul": the same on `jax.nn.scaled_matmul`, native FP4 where the device has it; differs from
+        "emulated" in the order of accumulation only.
 
-    The last two have a straight-through gradient: dx = g·w, dw = gᵀ·x on the unquantised operands cast to
-    BF16, accumulated in float32. An `Operand` weight has no gradient and enters dx dequantised.
-    Raises ValueError on an unknown execution, on "emulated" without a recipe, on shapes that do not contract.
+    Gradients: of "bf16", straight through: dx = g·w, dw = gᵀ·x on operands cast to BF16, accumulated in
+    float32; of the NVFP4 executions as `recipe.backward` says. `key` is a JAX random key for stochastic
+    rounding, one per product and step. A quantised weight has no gradient and enters dx dequantised in BF16,
+    whatever the recipe.
+    Raises ValueError on an unknown execution, on an NVFP4 one without a recipe, on "scaled_matmul" with an
+    `Operand` (whose codes are gone), on shapes that do not contract, and where a gradient is to be rounded
+    stochastically without a key.
     """
     if execution not in get_args(Execution):
         raise ValueError(f"execution is {execution!r}; accepted: {', '.join(get_args(Execution))}")
-    shape = w.values.shape if isinstance(w, Operand) else w.shape
+    shape = _shape(w)
     if len(shape) != 2 or x.ndim == 0 or x.shape[-1] != shape[-1]:
         raise ValueError(f"quantized_dot: x [..., K] and w [N, K] must share K; got {x.shape} and {shape}")
+    if execution in NVFP4 and recipe is None:
+        raise ValueError(f"quantized_dot: execution {execution!r} needs a DotRecipe")
+    if execution == "scaled_matmul" and isinstance(w, Operand):
+        raise ValueError(
+            "quantized_dot: execution 'scaled_matmul' needs w as a QuantizedTensor, not an Operand"
+        )
     if execution == "float32":
-        return _plain(x, w)
-    if execution == "emulated" and recipe is None:
-        raise ValueError("quantized_dot: execution 'emulated' needs a DotRecipe")
-    return _straight_through(x, w, recipe if execution == "emulated" else None)
+        return _plain(x, from_quantized(w) if isinstance(w, QuantizedTensor) else w)
+    return _dot(x, w, key, recipe if execution in NVFP4 else None, execution)
+
+
+def _shape(w: Array | Operand | QuantizedTensor) -> tuple[int, ...]:
+    if isinstance(w, Operand):
+        return w.values.shape
+    return w.codes.shape if isinstance(w, QuantizedTensor) else w.shape
 
 
 def _plain(x: Float[Array, "... K"], w: Float[Array, "N K"] | Operand) -> Float[Array, "... N"]:
     if isinstance(w, Operand):
         w = lax.stop_gradient(w.values.astype(jnp.float32) * w.scale)
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, w.dtype), jnp.float32)
-    y = _contract(x.astype(dtype), x.ndim - 1, w.astype(dtype), 1, dtype, lax.Precision.HIGHEST)
+    y = contract(x.astype(dtype), x.ndim - 1, w.astype(dtype), 1, dtype, lax.Precision.HIGHEST)
     return y.astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _straight_through(
-    x: Float[Array, "... K"], w: Float[Array, "N K"] | Operand, recipe: DotRecipe | None
+@no_type_check
+@struct.dataclass
+class _Unquantised:
+    """What the gradients "bf16" and "nvfp4" start from."""
+
+    x: Float[Array, "... K"]
+    w: Float[Array, "N K"]
+    key: Array | None
+
+
+@no_type_check
+@struct.dataclass
+class _Multiplied:
+    """What the gradient "dequantized" starts from, and no elements of w's dtype."""
+
+    x: Operand | QuantizedTensor
+    w: Operand | QuantizedTensor
+    like_w: Float[Array, "0"]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _dot(
+    x: Float[Array, "... K"],
+    w: Float[Array, "N K"] | Operand | QuantizedTensor,
+    key: Array | None,
+    recipe: DotRecipe | None,
+    execution: Execution,
 ) -> Float[Array, "... N"]:
-    if recipe is None:
-        y = _bf16_product(x, x.ndim - 1, w.values if isinstance(w, Operand) else w, 1)
-        y = y * _along_output(w.scale, x.ndim) if isinstance(w, Operand) else y
-        return y.astype(x.dtype)
-    left = to_operand(x, recipe.activation)
-    right = w if isinstance(w, Operand) else to_operand(w, recipe.weight)
-    y = _bf16_product(left.values, x.ndim - 1, right.values, 1)
-    return (y * (left.scale * _along_output(right.scale, x.ndim))).astype(x.dtype)
+    if recipe is not None:
+        return product(*_operands(x, w, recipe, execution)).astype(x.dtype)
+    right = from_quantized(w) if isinstance(w, QuantizedTensor) else w
+    if isinstance(right, Operand):
+        y = bf16_product(x, x.ndim - 1, right.values, 1) * along_output(right.scale, x.ndim)
+    else:
+        y = bf16_product(x, x.ndim - 1, right, 1)
+    return y.astype(x.dtype)
+
+
+def _operands(
+    x: Array, w: Array | Operand | QuantizedTensor, recipe: DotRecipe, execution: Execution
+) -> tuple[Operand | QuantizedTensor, Operand | QuantizedTensor]:
+    left = quantised(x, recipe.activation, execution)
+    if isinstance(w, QuantizedTensor) and execution == "emulated":
+        return left, from_quantized(w)
+    if isinstance(w, Operand | QuantizedTensor):
+        return left, w
+    return left, quantised(w, recipe.weight, execution)
 
 
 def _forward(
-    x: Array, w: Array | Operand, recipe: DotRecipe | None
-) -> tuple[Array, tuple[Array, Array | Operand]]:
-    return _straight_through(x, w, recipe), (x, w)
+    x: Array,
+    w: Array | Operand | QuantizedTensor,
+    key: Array | None,
+    recipe: DotRecipe | None,
+    execution: Execution,
+) -> tuple[Array, _Unquantised | _Multiplied | Operand]:
+    if isinstance(w, QuantizedTensor):
+        return _dot(x, w, key, recipe, execution), from_quantized(w)
+    if isinstance(w, Operand):
+        return _dot(x, w, key, recipe, execution), w
+    if recipe is not None and recipe.backward == "dequantized":
+        left, right = _operands(x, w, recipe, execution)
+        return product(left, right).astype(x.dtype), _Multiplied(left, right, jnp.zeros(0, w.dtype))
+    return _dot(x, w, key, recipe, execution), _Unquantised(x, w, key)
 
 
 def _backward(
-    recipe: DotRecipe | None, residuals: tuple[Array, Array | Operand], g: Array
-) -> tuple[Array, Array | None]:
-    x, w = residuals
-    last = g.ndim - 1
-    if isinstance(w, Operand):
-        # One scale leaves the sum afterwards; a scale per output enters it with g.
-        if w.scale.ndim:
-            dx = _bf16_product(g * _along_output(w.scale, g.ndim), last, w.values, 0)
-        else:
-            dx = _bf16_product(g, last, w.values, 0) * w.scale
-        return dx.astype(x.dtype), None
-    dx = _bf16_product(g, last, w, 0)
-    dw = _bf16_product(g.reshape(-1, g.shape[-1]), 0, x.reshape(-1, x.shape[-1]), 0)
-    return dx.astype(x.dtype), dw.astype(w.dtype)
+    recipe: DotRecipe | None,
+    execution: Execution,
+    saved: _Unquantised | _Multiplied | Operand,
+    g: Array,
+) -> tuple[Array, Array | None, None]:
+    if isinstance(saved, Operand):
+        return operand_gradient(g, saved).astype(g.dtype), None, None
+    if isinstance(saved, _Multiplied):
+        dx, dw = bf16_gradients(dense(saved.x), dense(saved.w), g)
+        return dx.astype(g.dtype), dw.astype(saved.like_w.dtype), None
+    if recipe is None or recipe.backward == "bf16":
+        dx, dw = bf16_gradients(saved.x, saved.w, g)
+    else:
+        dx, dw = nvfp4_gradients(saved.x, saved.w, g, recipe, execution, saved.key)
+    return dx.astype(g.dtype), dw.astype(saved.w.dtype), None
 
 
-_straight_through.defvjp(_forward, _backward)
-
-
-def _along_output(scale: Float32[Array, "..."], ndim: int) -> Float32[Array, "..."]:
-    """A weight's scale, a scalar or [N, 1], as it multiplies the product's last axis."""
-    return scale.reshape((1,) * (ndim - 1) + (-1,)) if scale.ndim else scale
-
-
-def _bf16_product(a: Array, a_axis: int, b: Array, b_axis: int) -> Float32[Array, "..."]:
-    return _contract(a.astype(jnp.bfloat16), a_axis, b.astype(jnp.bfloat16), b_axis, jnp.dtype(jnp.float32))
-
-
-def _contract(
-    a: Array, a_axis: int, b: Array, b_axis: int, dtype: jnp.dtype, precision: lax.Precision | None = None
-) -> Array:
-    axes = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
+_dot.defvjp(_forward, _backward)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Float32
 
 from triage_jax.nvfp4.spec import BLOCK
 
@@ -27,11 +27,11 @@ def rotate(x: Float[Array, "... T"]) -> BFloat16[Array, "... T"]:
     """
     if x.ndim == 0 or x.shape[-1] % BLOCK:
         raise ValueError(f"rotate: the last axis must be a multiple of {BLOCK}, got shape {x.shape}")
-    runs = x.astype(jnp.bfloat16).reshape(*x.shape[:-1], -1, BLOCK)
-    turned = lax.dot_general(
-        runs,
-        jnp.asarray(rotation(), jnp.bfloat16),
-        (((runs.ndim - 1,), (0,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
-    return turned.astype(jnp.bfloat16).reshape(x.shape)
+    # Numbers of BF16 in float32 arithmetic: every product is exact on any device, and XLA may not skip a rounding.
+    runs = _bf16(x.astype(jnp.float32)).reshape(-1, BLOCK)
+    turned = lax.dot(runs, jnp.asarray(rotation()))
+    return _bf16(turned).astype(jnp.bfloat16).reshape(x.shape)
+
+
+def _bf16(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

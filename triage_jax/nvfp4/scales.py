@@ -74,7 +74,7 @@ def _scope_amax(block: UInt32[Array, "... blocks"], spec: QuantSpec) -> Float32[
     if spec.scope == "tensor":
         return as_float(block.max())
     rows = block.max(axis=-1, keepdims=True)
-    if spec.scope == "shard":
+    if spec.shards is not None:
         if rows.size % spec.shards:
             raise ValueError(f"scope 'shard': {rows.size} rows do not split into {spec.shards} equal shards")
         shards = rows.reshape(spec.shards, -1)
