@@ -50,23 +50,6 @@ _KEEPALIVE_SECONDS = 2.0
 _PROBE_SECONDS = 5.0
 
 
-def retrying(
-    config: SglangConfig,
-    errors: tuple[type[SglangError], ...] = (ServerBusy, ServerFailed),
-    *,
-    deadline: float | None = None,
-) -> AsyncRetrying:
-    """`async for attempt in retrying(config): with attempt: ...` tries again after the given errors, then raises the
-    last of them. `deadline`: seconds after which no further attempt starts; None: config.request_timeout."""
-    return AsyncRetrying(
-        retry=retry_if_exception_type(errors),
-        stop=stop_after_attempt(config.retries + 1)
-        | stop_after_delay(config.request_timeout if deadline is None else deadline),
-        wait=wait_exponential(multiplier=config.backoff, max=30.0) + wait_random(0.0, config.backoff),
-        reraise=True,
-    )
-
-
 class Client:
     """Talks to one server. Use from one event loop; `close` when done.
 
@@ -243,7 +226,7 @@ class Client:
     async def _retried(self, method: Method, path: str, payload: Fields | None = None) -> bytes:
         """A control call that may be repeated without harm."""
         admin = method == "POST"
-        async for attempt in retrying(self._config):
+        async for attempt in _retrying(self._config):
             with attempt:
                 return await self._exchange(method, path, payload, admin=admin)
         raise AssertionError("retrying ends by returning or raising")
@@ -300,6 +283,15 @@ class Client:
             # Raised outside the except block: the HTTP exception holds the request with its headers.
             raise failure
         return content or b""
+
+
+def _retrying(config: SglangConfig) -> AsyncRetrying:
+    return AsyncRetrying(
+        retry=retry_if_exception_type((ServerBusy, ServerFailed)),
+        stop=stop_after_attempt(config.retries + 1) | stop_after_delay(config.request_timeout),
+        wait=wait_exponential(multiplier=config.backoff, max=30.0) + wait_random(0.0, config.backoff),
+        reraise=True,
+    )
 
 
 @cache

@@ -47,7 +47,7 @@ class SglangConfig:
     probe_tokens: int = 32
     """Length of the sequence both sides score after each refit; 0: no probe"""
     max_probe_gap: float | None = None
-    """Mean absolute learner-server gap of the probe, nats, above which the run stops; None: never"""
+    """Mean absolute learner-server gap of the probe, nats, above which a server is left out; None: never"""
 
     def __post_init__(self) -> None:
         _check_urls(self.urls)
