@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +18,7 @@ from werkzeug import Request as Received
 from werkzeug import Response
 
 from tests.golden import DATA, shared_path
-from triage_jax.rollout import Request, Sample, SamplingParams
+from triage_jax.rollout import Request, SamplingParams
 from triage_jax.rollout.sglang.client import Client
 from triage_jax.rollout.sglang.config import SglangConfig
 from triage_jax.rollout.sglang.errors import SglangError
@@ -236,13 +236,13 @@ def recorded_sample(recorded: Capture) -> tuple[list[int], np.ndarray]:
     return ids, np.array(values, np.float32)
 
 
-def generate(url: str, request: Request, sampling: SamplingParams, **changes: Any) -> Sample:
-    """One sample through a client of its own."""
+def use[T](url: str, call: Callable[[Client], Awaitable[T]], limits: Limits = LIMITS, **changes: Any) -> T:
+    """Result of one call on a client of its own."""
 
-    async def run() -> Sample:
-        client = Client(url, quick(url, **changes), LIMITS)
+    async def run() -> T:
+        client = Client(url, quick(url, **changes), limits)
         try:
-            return await client.generate(request, sampling, any_version)
+            return await call(client)
         finally:
             await client.close()
 

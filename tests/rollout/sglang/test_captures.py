@@ -8,7 +8,7 @@ from pytest_httpserver import HTTPServer
 
 from tests.golden import shared_path
 from tests.rollout.sglang import captures
-from tests.rollout.sglang.captures import Capture, capture, load_all, played, react, recorded_sample
+from tests.rollout.sglang.captures import Capture, capture, load_all, played, react, recorded_sample, use
 from tests.rollout.sglang.reactions import DOCUMENT, REACTIONS, STALE, Reaction, in_document, table
 from triage_jax.rollout import Request, Sample, SamplingParams
 from triage_jax.rollout.sglang.errors import (
@@ -155,7 +155,7 @@ def test_such_a_request_is_never_sent(name: str, httpserver: HTTPServer) -> None
     with pytest.raises(RequestRefused, match="not sent"):
         check_request(request, sampling, captures.LIMITS)
     with pytest.raises(RequestRefused, match="not sent"):
-        captures.generate(httpserver.url_for(""), request, sampling)
+        use(httpserver.url_for(""), lambda client: client.generate(request, sampling))
     assert not httpserver.log
 
 

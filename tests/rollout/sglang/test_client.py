@@ -18,7 +18,7 @@ from werkzeug import Request as Received
 from werkzeug import Response
 
 from tests.rollout.sglang import captures
-from tests.rollout.sglang.captures import LIMITS, capture, hang_up, quick
+from tests.rollout.sglang.captures import LIMITS, capture, hang_up, quick, use
 from triage_jax.rollout import Request, SamplingParams
 from triage_jax.rollout.sglang.client import Client, new_rid
 from triage_jax.rollout.sglang.errors import (
@@ -32,24 +32,10 @@ from triage_jax.rollout.sglang.errors import (
     StaleServer,
     Unauthorized,
 )
-from triage_jax.rollout.sglang.wire import Limits
 
 KEY, ADMIN = "sk-user-5f2c", "sk-admin-91ab"
 REQUEST = Request(uid="problem/0", prompt_ids=(5, 17, 42, 99, 260), seed=3)
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.0)
-
-
-def use[T](url: str, call: Callable[[Client], Awaitable[T]], limits: Limits = LIMITS, **changes: Any) -> T:
-    """Result of one call on a client of its own."""
-
-    async def run() -> T:
-        client = Client(url, quick(url, **changes), limits)
-        try:
-            return await call(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(run())
 
 
 def draw(client: Client) -> Awaitable[Any]:
@@ -368,50 +354,3 @@ def test_many_requests_at_once(httpserver: HTTPServer) -> None:
     samples = use(url, draw_many)
     assert [sample.token_ids.tolist() for sample in samples] == [[119, 300, 121, 0, 2]] * 20
     assert len({received.get_json()["rid"] for received, _ in httpserver.log}) == 20
-
-
-def ask_real[T](url: str, call: Callable[[Client], Awaitable[T]]) -> T:
-    """With limits so wide that nothing but the server decides."""
-    return use(url, call, Limits(vocab_size=32, context=10**6), request_timeout=120.0)
-
-
-@pytest.mark.sglang
-@pytest.mark.timeout(900)
-def test_a_real_server_cuts_short_what_exceeds_its_context(real_server: str) -> None:
-    """`ServerFacts` is exact: one token more and the server gives fewer than asked for, or refuses the prompt."""
-    facts = ask_real(real_server, lambda client: client.facts())
-
-    def ask(prompt: int, new: int) -> int:
-        """Tokens of the first response that does not happen to draw the end-of-text token."""
-        request = Request(uid="long", prompt_ids=(3,) * prompt, seed=1)
-        sampling = SamplingParams(max_new_tokens=new, temperature=1000.0)
-        for _ in range(30):
-            sample = ask_real(real_server, lambda client: client.generate(request, sampling, lambda label: 0))
-            if sample.finish_reason == "length":
-                return len(sample.token_ids)
-        raise AssertionError("30 responses ended by themselves; about one in six should")
-
-    new = facts.context - facts.prompt
-    assert ask(facts.prompt, new) == new
-    with pytest.raises(BadResponse, match=f"length after {new} tokens; asked for {new + 1}"):
-        ask(facts.prompt, new + 1)
-    with pytest.raises(RequestRefused, match="exceeds the maximum allowed length"):
-        ask(facts.prompt + 1, 1)
-
-
-@pytest.mark.sglang
-@pytest.mark.timeout(900)
-def test_a_real_servers_numbers_mean_what_we_say(real_server: str) -> None:
-    assert ask_real(real_server, lambda client: client.follows_temperature((3, 4, 5))) is True
-    prompt = (3, 4, 5, 6)
-
-    def sample(**settings: Any) -> Any:
-        request = Request(uid="u", prompt_ids=prompt, seed=2**40)
-        sampling = SamplingParams(max_new_tokens=6, **settings)
-        return ask_real(real_server, lambda client: client.generate(request, sampling, lambda label: 0))
-
-    drawn = sample(temperature=1.0)
-    scores = ask_real(real_server, lambda client: client.score((*prompt, *drawn.token_ids.tolist())))
-    np.testing.assert_allclose(scores[len(prompt) - 1 :], drawn.logprobs, atol=0.05)
-    # One token is left of the vocabulary, so its probability is 1.
-    np.testing.assert_allclose(sample(temperature=0.7, top_k=1).logprobs, 0.0, atol=1e-6)
