@@ -51,10 +51,13 @@ def e4m3_round(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def e2m1_encode(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
     """Code of the nearest E2M1 value; keeps the sign of zero, maps NaN to +6 (as `cvt.rn.satfinite`)."""
     x = x.astype(jnp.float32)
-    index = (jnp.abs(e2m1_round(x)) * 2).astype(jnp.uint8)  # 0 1 2 3 4 6 8 12
-    code = jnp.where(index > 4, jnp.where(index > 6, index // 4 + 4, 5), index).astype(jnp.uint8)
-    sign = (lax.bitcast_convert_type(x, jnp.uint32) >> 31).astype(jnp.uint8) << 3
-    return jnp.where(jnp.isnan(x), jnp.uint8(7), code | sign)
+    m = jnp.abs(e2m1_round(x))
+    # 0 ½ 1 1½ 2, then 3 4, then 6; a NaN compares false until the last choice.
+    code = jnp.where(m <= 2, m + m, jnp.where(m <= 4, m + 2, np.float32(7)))
+    # Adding 2²³ leaves an integer in the lowest bits, which is cheaper than converting it.
+    bits = lax.bitcast_convert_type(code + np.float32(2.0**23), jnp.uint32) & np.uint32(7)
+    sign = (lax.bitcast_convert_type(x, jnp.uint32) >> 28) & np.uint32(8)
+    return jnp.where(jnp.isnan(x), np.uint32(7), bits | sign).astype(jnp.uint8)
 
 
 def e2m1_decode(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
@@ -78,7 +81,10 @@ def pack(codes: UInt8[Array, "... K"]) -> UInt8[Array, "... half"]:
     """Two codes per byte along the last axis, the even element in the low nibble (the checkpoint layout)."""
     if codes.shape[-1] % 2:
         raise ValueError(f"pack: the last axis must be even, got shape {codes.shape}")
-    return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
+    # XLA:CPU walks strided halves one byte at a time, and would compute what it has not stored yet twice.
+    pairs = lax.optimization_barrier(codes).reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    both = lax.bitcast_convert_type(pairs, jnp.uint16)  # the even element in the low byte
+    return ((both & 15) | ((both >> 4) & 240)).astype(jnp.uint8)
 
 
 def unpack(packed: UInt8[Array, "... half"]) -> UInt8[Array, "... K"]:
