@@ -101,7 +101,7 @@ key_file() {
 cpu_settings() {
     python=$root/.venv-sglang/bin/python
     [ -x "$python" ] || fail "no .venv-sglang; make it with scripts/sglang_cpu_env.sh"
-    export SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$root/scripts/sglang_cpu/stand_ins OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+    export SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$root/scripts/sglang_cpu/stand_ins OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     flags=(
         --device cpu --attention-backend torch_native --grammar-backend none --dtype bfloat16
         --mem-fraction-static 0.05 --max-total-tokens 16384 --max-running-requests 64

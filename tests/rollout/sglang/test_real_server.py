@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.rollout.sglang.conftest import KEYS, ROOT
+from tests.rollout.sglang.conftest import KEYS, ROOT, Serving
 from tests.tiny import tiny_params
 from triage_jax.cli import parse
 from triage_jax.learner import Learner, pack_batch, score
@@ -33,8 +33,8 @@ from triage_jax.tasks.arithmetic import ArithmeticTask
 from triage_jax.tasks.prompts import encode_prompt
 from triage_jax.tasks.tokenizer import load_tokenizer
 
-# The server starts inside the first test's time.
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+# The server starts inside the first test's time; one process runs them all, for one server (--dist loadgroup).
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang")]
 
 BF16 = Numerics(execution="bf16")
 QUICKSTART = resolve_model("quickstart")
@@ -42,7 +42,9 @@ PARAMS, CONFIG = load_model(QUICKSTART)
 LIMITS = Limits(vocab_size=CONFIG.vocab_size, context=CONFIG.max_position_embeddings)
 SAMPLING = SamplingParams(max_new_tokens=28, stop_ids=CONFIG.eos_token_ids)
 GREEDY = replace(SAMPLING, temperature=0.0)
-LONG = replace(GREEDY, max_new_tokens=300)
+LONG = replace(GREEDY, max_new_tokens=96)
+STEP = 0.04
+"""Seconds that a forward pass of a slowed server takes longer: LONG is then drawn in 4 s or more"""
 BOUND = 0.02
 """Mean |learner - server| in nats that two BF16 implementations of one model must stay under"""
 
@@ -71,6 +73,12 @@ def _perturbed(scale: float, seed: int) -> Params:
         leaf + scale * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)
     ]
     return jax.tree.unflatten(tree, noisy)
+
+
+def _endless(seed: int) -> Params:
+    """Random weights that never stop a greedy response: the logit of the end token is 0, far from the largest."""
+    params = tiny_params(CONFIG, seed)
+    return replace(params, embed=params.embed.at[jnp.array(CONFIG.eos_token_ids)].set(0.0))
 
 
 def _refit(engine: SglangEngine, params: Params) -> int:
@@ -176,8 +184,7 @@ def test_greedy_output_follows_the_weights(engine):
 
 
 def test_one_request_is_aborted_and_the_others_end(engine, real_server):
-    # Random weights never end a greedy response of this length.
-    _refit(engine, tiny_params(CONFIG))
+    _refit(engine, _endless(seed=0))
     first, second = _requests(2)
 
     async def run() -> tuple[Sample, Sample]:
@@ -195,7 +202,7 @@ def test_one_request_is_aborted_and_the_others_end(engine, real_server):
         finally:
             await client.close()
 
-    _slow_down(real_server, 0.02)
+    _slow_down(real_server, STEP)
     try:
         cut, whole = asyncio.run(run())
     finally:
@@ -207,9 +214,9 @@ def test_one_request_is_aborted_and_the_others_end(engine, real_server):
 
 
 def test_a_response_aborted_by_someone_else_is_drawn_again(engine, real_server):
-    _refit(engine, tiny_params(CONFIG))
+    _refit(engine, _endless(seed=0))
     headers = {"Authorization": f"Bearer {KEYS['SGLANG_ADMIN_KEY']}"}
-    _slow_down(real_server, 0.02)
+    _slow_down(real_server, STEP)
     try:
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(engine.generate, _requests(2), LONG)
@@ -227,14 +234,14 @@ def test_a_response_aborted_by_someone_else_is_drawn_again(engine, real_server):
 
 
 def test_weights_pushed_into_running_responses_show_in_their_versions(engine, real_server):
-    old = _refit(engine, tiny_params(CONFIG, seed=1))
-    _slow_down(real_server, 0.02)
+    old = _refit(engine, _endless(seed=1))
+    _slow_down(real_server, STEP)
     try:
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(engine.generate, _requests(4), LONG)
             while _running(real_server) < 4:
                 pass
-            new = _refit(engine, tiny_params(CONFIG, seed=2))
+            new = _refit(engine, _endless(seed=2))
             samples = running.result()
     finally:
         _slow_down(real_server, None)
@@ -281,3 +288,28 @@ def test_training_through_the_server(real_server, tmp_path):
 
 def _metrics(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_given_its_weights_when_it_is_back(
+    engine: SglangEngine, serving: Serving | None, real_server: str
+):
+    if serving is None:
+        pytest.skip("the server is not ours to kill")
+    version = _refit(engine, _endless(seed=0))
+    reference = engine.generate(_requests(2), LONG)
+    _slow_down(real_server, STEP)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(engine.generate, _requests(2), LONG)
+        while _running(real_server) < 2:
+            pass
+        serving.kill()
+        serving.start()  # with the quickstart's weights
+        samples = running.result()
+    for sample, expected in zip(samples, reference, strict=True):
+        assert (sample.weight_versions == version).all()
+        assert sample.token_ids.tolist() == expected.token_ids.tolist()
+    metrics = engine.metrics()
+    assert metrics["engine/servers_returned"] == 1
+    assert metrics["engine/servers_left_out"] == 0
+    assert metrics["engine/retries"] >= 2
