@@ -32,6 +32,7 @@ BLOCKS = ".weight_scale"
 STORABLE_SCOPES = ("tensor", "static")
 
 _NAN = 0x7F
+_pack = jax.jit(pack)
 _GROUP = {"num_bits": 4, "type": "float", "group_size": BLOCK, "dynamic": False}
 
 
@@ -87,7 +88,7 @@ def to_tensors(module: str, q: QuantizedTensor, input_scale: float = 1.0) -> dic
     if scale.shape != () or not np.isfinite(scale):
         raise ValueError(f"{module}: a checkpoint stores one finite global scale per weight; got {scale!r}")
     return {
-        f"{module}{CODES['modelopt']}": np.asarray(pack(jnp.asarray(q.codes))),
+        f"{module}{CODES['modelopt']}": np.asarray(_pack(jnp.asarray(q.codes))),
         f"{module}{BLOCKS}": np.asarray(q.scales).view(ml_dtypes.float8_e4m3fn),
         f"{module}{GLOBAL['modelopt']}": scale,
         f"{module}{INPUT['modelopt']}": np.asarray(input_scale, np.float32),
