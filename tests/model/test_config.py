@@ -98,14 +98,32 @@ def test_written_config_reads_back(source, eos):
     )
 
 
+MOE = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
+def test_a_mixture_is_read_and_written_in_the_published_spelling():
+    config = ModelConfig.from_hf(QWEN3 | MOE)
+    assert (config.num_experts, config.experts_per_token, config.intermediate_size) == (8, 2, 64)
+    assert config.norm_topk_prob
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    newer = {key: value for key, value in MOE.items() if key != "num_experts"} | {"num_local_experts": 8}
+    assert ModelConfig.from_hf(QWEN3 | newer) == config
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"model_type": "qwen3_moe"},
-            "model_type.*'qwen3' and 'llama'.*mixture-of-experts.*not supported yet",
-        ),
-        ({"model_type": "gemma3"}, "model_type = 'gemma3'"),
+        ({"model_type": "gemma3"}, "model_type = 'gemma3': accepted are qwen3, qwen3_moe, llama"),
+        ({"model_type": "qwen3_moe"}, "moe_intermediate_size = None: an integer is required"),
+        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step.*experts in every layer"),
+        (MOE | {"mlp_only_layers": [0]}, "mlp_only_layers.*experts in every layer"),
+        (MOE | {"num_experts_per_tok": 9}, "experts_per_token = 9: accepted are 1 to num_experts = 8"),
         ({"model_type": None}, "model_type = None"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.*yarn.*accepted.*default"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*linear"),

@@ -98,12 +98,6 @@ def test_other_source_dtypes_round_to_the_target(broken, stored):
     np.testing.assert_array_equal(np.asarray(params.final_norm), wide.astype(np.float32))
 
 
-def test_mixture_of_experts_is_refused_by_name(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    with pytest.raises(ModelError, match=r"config.json: model_type = 'qwen3_moe'.*not supported yet"):
-        load_model(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

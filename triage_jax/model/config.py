@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-Architecture = Literal["qwen3", "llama"]
+Architecture = Literal["qwen3", "qwen3_moe", "llama"]
 Json = Mapping[str, Any]
 
 
@@ -14,7 +14,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and constants of a dense decoder with grouped-query attention, rotary positions and SwiGLU.
+    """Sizes and constants of a decoder with grouped-query attention, rotary positions and SwiGLU, dense or of experts.
 
     Raises ModelError when the sizes contradict each other.
     """
@@ -23,6 +23,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Width of the MLP; of one expert's in a mixture"""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -35,6 +36,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    num_experts: int = 0
+    """0: a dense model"""
+    experts_per_token: int = 0
+    norm_topk_prob: bool = False
+    """Scale the weights of a token's experts to a sum of one"""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -48,8 +54,14 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"head_dim = {self.head_dim}: rotary positions need an even number")
-        if self.qk_norm != (self.architecture == "qwen3"):
+        if self.qk_norm != (self.architecture != "llama"):
             raise ModelError(f"qk_norm = {self.qk_norm}: qwen3 normalises queries and keys, llama does not")
+        if (self.num_experts > 0) != (self.architecture == "qwen3_moe"):
+            raise ModelError(f"num_experts = {self.num_experts}: qwen3_moe has experts, qwen3 and llama none")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ModelError(
+                f"experts_per_token = {self.experts_per_token}: accepted are 1 to num_experts = {self.num_experts}"
+            )
         special = {"bos_token_id": self.bos_token_id, "pad_token_id": self.pad_token_id}
         special |= {f"eos_token_ids[{i}]": token for i, token in enumerate(self.eos_token_ids)}
         for name, token in special.items():
@@ -66,8 +78,9 @@ class ModelConfig:
         """
         architecture = cast(Architecture, config.get("model_type"))
         if architecture not in get_args(Architecture):
-            also = "; mixture-of-experts models are not supported yet" if "moe" in str(architecture) else ""
-            raise ModelError(f"model_type = {architecture!r}: accepted are 'qwen3' and 'llama' (dense){also}")
+            raise ModelError(
+                f"model_type = {architecture!r}: accepted are {', '.join(get_args(Architecture))}"
+            )
         _refuse_what_forward_ignores(config)
 
         def size(field: str, default: int | None = None) -> int:
@@ -77,7 +90,9 @@ class ModelConfig:
                 raise ModelError(f"{field} = {value!r}: an integer is required")
             return value
 
-        qwen3 = architecture == "qwen3"
+        qwen3, moe = architecture != "llama", architecture == "qwen3_moe"
+        # transformers 4 and the published checkpoints say num_experts, transformers 5 num_local_experts.
+        experts = "num_experts" if "num_experts" in config else "num_local_experts"
         heads, width = size("num_attention_heads"), size("hidden_size")
         if heads <= 0:
             raise ModelError(f"num_attention_heads = {heads}: must be positive")
@@ -87,7 +102,7 @@ class ModelConfig:
             architecture=architecture,
             vocab_size=size("vocab_size"),
             hidden_size=width,
-            intermediate_size=size("intermediate_size"),
+            intermediate_size=size("moe_intermediate_size" if moe else "intermediate_size"),
             num_layers=size("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=size("num_key_value_heads", heads),
@@ -100,6 +115,9 @@ class ModelConfig:
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
             bos_token_id=tokens.get("bos_token_id", config.get("bos_token_id")),
             pad_token_id=tokens.get("pad_token_id", config.get("pad_token_id")),
+            num_experts=size(experts) if moe else 0,
+            experts_per_token=size("num_experts_per_tok") if moe else 0,
+            norm_topk_prob=moe and bool(config.get("norm_topk_prob", False)),
         )
 
     def to_hf(self, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -108,7 +126,11 @@ class ModelConfig:
         Uses the older spellings `torch_dtype` and `rope_theta`: transformers 4 knows only those, and
         transformers 5 still converts both, so one file serves every reader.
         """
-        architecture = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[self.architecture]
+        architecture = {
+            "qwen3": "Qwen3ForCausalLM",
+            "qwen3_moe": "Qwen3MoeForCausalLM",
+            "llama": "LlamaForCausalLM",
+        }[self.architecture]
         config: dict[str, Any] = {
             "architectures": [architecture],
             "model_type": self.architecture,
@@ -129,6 +151,15 @@ class ModelConfig:
         }
         if self.architecture == "llama":
             config["mlp_bias"] = False
+        if self.num_experts:
+            config |= {
+                "moe_intermediate_size": self.intermediate_size,
+                "num_experts": self.num_experts,
+                "num_experts_per_tok": self.experts_per_token,
+                "norm_topk_prob": self.norm_topk_prob,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+            }
         return config | self.generation_to_hf()
 
     def generation_to_hf(self) -> dict[str, Any]:
@@ -153,6 +184,10 @@ def _refuse_what_forward_ignores(config: Json) -> None:
         raise ModelError(f"sliding_window = {window!r} is in use: accepted is null, attention is full")
     if other := set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ModelError(f"layer_types has {sorted(other)}: accepted is 'full_attention'")
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise ModelError(
+            "decoder_sparse_step, mlp_only_layers: accepted are experts in every layer (1 and [])"
+        )
     if config.get("quantization_config") is not None:
         raise ModelError("quantization_config: accepted are unquantised weights (F32, F16 or BF16)")
 

@@ -1,4 +1,4 @@
-"""Forward pass of Qwen3 dense (and Llama, its special case without q/k norm) as pure functions of a parameter pytree.
+"""Forward pass of Qwen3, dense or of experts (and Llama, its special case without q/k norm), as pure functions.
 
 Two entries share one layer: `forward` for whole sequences (the learner), `forward_cached` for prefill and decode (the
 sampler). Both take left-padded rows; positions count valid tokens only, so padding never shifts a rotary angle.
@@ -15,7 +15,9 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from triage_jax.model.activation import swiglu
 from triage_jax.model.config import ModelConfig
+from triage_jax.model.moe import moe_mlp
 from triage_jax.model.numerics import Numerics
 from triage_jax.model.params import LayerParams, Params
 from triage_jax.nvfp4 import Operand, quantized_dot
@@ -35,6 +37,8 @@ class KVCache:
     values: tuple[Float[Array, "B K S d"], ...]
     valid: Bool[Array, "B S"]
     slot: Int[Array, ""]
+    routes: tuple[Int[Array, "B S k"], ...] = ()
+    """Experts that each slot's token went to, one array per layer; empty in a dense model"""
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, slots: int, dtype: jnp.dtype) -> "KVCache":
@@ -45,6 +49,10 @@ class KVCache:
             values=tuple(jnp.zeros(shape, dtype) for _ in layers),
             valid=jnp.zeros((rows, slots), bool),
             slot=jnp.zeros((), jnp.int32),
+            routes=tuple(
+                jnp.zeros((rows, slots, config.experts_per_token), jnp.int32)
+                for _ in (layers if config.num_experts else ())
+            ),
         )
 
     def grown_to(self, slots: int) -> "KVCache":
@@ -58,6 +66,7 @@ class KVCache:
             values=tuple(jnp.pad(layer, wider) for layer in self.values),
             valid=jnp.pad(self.valid, ((0, 0), (0, more))),
             slot=self.slot,
+            routes=tuple(jnp.pad(layer, ((0, 0), (0, more), (0, 0))) for layer in self.routes),
         )
 
 
@@ -69,12 +78,27 @@ def forward(
     numerics: Numerics,
     *,
     remat: bool = False,
+    routes: Int[Array, "L B T k"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Final hidden states (after the last norm) of whole rows; rows may be padded on either side.
 
     Values at positions that are not `valid` are finite and mean nothing. `remat` recomputes each layer in the backward
-    pass instead of keeping its activations.
+    pass instead of keeping its activations. `routes` replays the experts that another run chose.
     """
+    return forward_routed(params, tokens, valid, config, numerics, remat=remat, routes=routes)[0]
+
+
+def forward_routed(
+    params: Params,
+    tokens: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    config: ModelConfig,
+    numerics: Numerics,
+    *,
+    remat: bool = False,
+    routes: Int[Array, "L B T k"] | None = None,
+) -> tuple[Float[Array, "B T D"], Int[Array, "L B T k"] | None]:
+    """`forward`, and the experts of every position: the replayed or the chosen ones; None in a dense model."""
     positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
     steps = jnp.arange(tokens.shape[1])
     mask = (steps[:, None] >= steps[None, :])[None, None] & valid[:, None, None, :]
@@ -83,15 +107,16 @@ def forward(
     def attend(q: Array, k: Array, v: Array) -> Array:
         return jax.nn.dot_product_attention(q, k, v, mask=mask)
 
-    def layer_step(hidden: Array, layer: LayerParams) -> tuple[Array, None]:
-        return _layer(hidden, layer, rotary, attend, config, numerics), None
+    def layer_step(hidden: Array, given: tuple[LayerParams, Array | None]) -> tuple[Array, Array | None]:
+        layer, replayed = given
+        return _layer(hidden, layer, rotary, attend, config, numerics, replayed)
 
     if remat:
         layer_step = jax.checkpoint(layer_step)
     hidden = _embed(params, tokens, numerics)
     layers: Any = params.layers
-    hidden, _ = jax.lax.scan(layer_step, hidden, layers)
-    return _rms_norm(hidden, params.final_norm, config.rms_norm_eps)
+    hidden, chosen = jax.lax.scan(layer_step, hidden, (layers, routes))
+    return _rms_norm(hidden, params.final_norm, config.rms_norm_eps), chosen
 
 
 def forward_cached(
@@ -112,7 +137,7 @@ def forward_cached(
     mask = causal[None, None] & seen[:, None, None, :]
     rotary = _rotary(positions, config)
 
-    keys, values = list(cache.keys), list(cache.values)
+    keys, values, routes = list(cache.keys), list(cache.values), list(cache.routes)
 
     def attend_at(index: int) -> Attend:
         def attend(q: Array, k: Array, v: Array) -> Array:
@@ -125,9 +150,17 @@ def forward_cached(
 
     hidden = _embed(params, tokens, numerics)
     for index, layer in enumerate(unstack_layers(params, config)):
-        hidden = _layer(hidden, layer, rotary, attend_at(index), config, numerics)
+        hidden, chosen = _layer(hidden, layer, rotary, attend_at(index), config, numerics)
+        if chosen is not None:
+            routes[index] = jax.lax.dynamic_update_slice(routes[index], chosen, (0, cache.slot, 0))
     hidden = _rms_norm(hidden, params.final_norm, config.rms_norm_eps)
-    after = KVCache(keys=tuple(keys), values=tuple(values), valid=seen, slot=cache.slot + count)
+    after = KVCache(
+        keys=tuple(keys),
+        values=tuple(values),
+        valid=seen,
+        slot=cache.slot + count,
+        routes=tuple(routes),
+    )
     return hidden, after
 
 
@@ -182,7 +215,9 @@ def _layer(
     attend: Attend,
     config: ModelConfig,
     numerics: Numerics,
-) -> Array:
+    routes: Array | None = None,
+) -> tuple[Array, Array | None]:
+    """A layer's hidden states, and in a mixture the experts that its positions went to."""
     dot = partial(_project, layer=layer, numerics=numerics)
     x = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
     q, k, v = (_heads(dot(x, name), config.head_dim) for name in ("q", "k", "v"))
@@ -192,9 +227,12 @@ def _layer(
     mixed = attend(_rotate(q, rotary), _rotate(k, rotary), v)
     hidden = hidden + dot(mixed.reshape(*mixed.shape[:2], -1), "o")
     x = _rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
+    if config.num_experts:
+        y, routes = moe_mlp(x, layer, config, numerics, routes)
+        return hidden + y, routes
     if numerics.execution == "bf16" and x.shape[1] == 1:
-        return hidden + _mlp_of_step(x, layer)
-    return hidden + dot(_swiglu(dot(x, "gate"), dot(x, "up")), "down")
+        return hidden + _mlp_of_step(x, layer), None
+    return hidden + dot(swiglu(dot(x, "gate"), dot(x, "up")), "down"), None
 
 
 def _mlp_of_step(x: Float[Array, "B 1 D"], layer: LayerParams) -> Float[Array, "B 1 D"]:
@@ -206,7 +244,7 @@ def _mlp_of_step(x: Float[Array, "B 1 D"], layer: LayerParams) -> Float[Array, "
     gate, up, down = (weight.astype(x.dtype) for weight in (layer.gate, layer.up, layer.down))
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     wide = (product("fd,bd->fb", weight, x[:, 0]).astype(x.dtype) for weight in (gate, up))
-    return product("df,fb->db", down, _swiglu(*wide)).astype(x.dtype).T[:, None]
+    return product("df,fb->db", down, swiglu(*wide)).astype(x.dtype).T[:, None]
 
 
 def _project(x: Array, name: str, *, layer: LayerParams, numerics: Numerics) -> Array:
@@ -221,11 +259,7 @@ def _heads(x: Array, head_dim: int) -> Array:
     return x.reshape(*x.shape[:-1], -1, head_dim)
 
 
-# The three functions below compute in float32 and round once, as the fused kernels of both sides do.
-
-
-def _swiglu(gate: Array, up: Array) -> Array:
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+# The functions below compute in float32 and round once, as the fused kernels of both sides do.
 
 
 def _rms_norm(x: Array, scale: Array, eps: float) -> Array:

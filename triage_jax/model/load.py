@@ -29,22 +29,38 @@ LAYER = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "router": "mlp.gate",
 }
+"""Module of each leaf of `LayerParams` in a layer; of a mixture, `mlp.` is `mlp.experts.<n>.` for every expert"""
+EXPERT = ("gate", "up", "down")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def layer_name(index: int, field: str) -> str:
-    """Name in the file of one layer's part of the stacked leaf `LayerParams.<field>`."""
-    return f"model.layers.{index}.{LAYER[field]}.weight"
+def layer_name(index: int, field: str, expert: int | None = None) -> str:
+    """Name in the file of one layer's (and expert's) part of the stacked leaf `LayerParams.<field>`."""
+    module = LAYER[field]
+    if expert is not None:
+        module = module.replace("mlp.", f"mlp.experts.{expert}.")
+    return f"model.layers.{index}.{module}.weight"
+
+
+def layer_tensors(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, field and place in the stacked leaf, (layer,) or (layer, expert), of every tensor of the layers."""
+    layers = abstract_params(config, jnp.float32).layers
+    fields = [field for field in LAYER if getattr(layers, field) is not None]
+    for index in range(config.num_layers):
+        for field in fields:
+            if config.num_experts and field in EXPERT:
+                for expert in range(config.num_experts):
+                    yield layer_name(index, field, expert), field, (index, expert)
+            else:
+                yield layer_name(index, field), field, (index,)
 
 
 def tensor_names(config: ModelConfig) -> Iterator[str]:
     """Every tensor a file of this model holds, in reading order."""
-    layers = abstract_params(config, jnp.float32).layers
-    fields = [field for field in LAYER if getattr(layers, field) is not None]
     yield EMBED
-    for index in range(config.num_layers):
-        yield from (layer_name(index, field) for field in fields)
+    yield from (name for name, _, _ in layer_tensors(config))
     yield FINAL_NORM
     if not config.tie_embeddings:
         yield HEAD
@@ -68,12 +84,16 @@ def load_model(path: str | Path, dtype: jax.typing.DTypeLike = jnp.float32) -> t
         def whole(name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.asarray(weights.read(name, spec.shape, spec.dtype))
 
+        places: dict[str, dict[tuple[int, ...], str]] = {}
+        for name, field, place in layer_tensors(config):
+            places.setdefault(field, {})[place] = name
+
         def stacked(field: str, spec: jax.ShapeDtypeStruct | None) -> jax.Array | None:
             if spec is None:
                 return None
             layers = np.empty(spec.shape, spec.dtype)
-            for index in range(len(layers)):
-                layers[index] = weights.read(layer_name(index, field), spec.shape[1:], spec.dtype)
+            for place, name in places[field].items():
+                layers[place] = weights.read(name, spec.shape[len(place) :], spec.dtype)
             return jnp.asarray(layers)
 
         params = Params(

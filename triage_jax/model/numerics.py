@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from triage_jax.model.params import Params
-from triage_jax.nvfp4 import DotRecipe, Execution, QuantSpec, to_operand
+from triage_jax.nvfp4 import DotRecipe, Execution, Operand, QuantSpec, to_operand
 
 MLP = ("gate", "up", "down")
 ATTENTION = ("q", "k", "v", "o")
@@ -71,11 +71,21 @@ def serving_params(params: Params, numerics: Numerics) -> Params:
     params = jax.tree.map(lambda leaf: jnp.array(leaf, numerics.compute_dtype, copy=True), params)
     layers: Any = params.layers
     operands = {
-        name: jax.vmap(lambda weight: to_operand(weight, numerics.weight))(getattr(layers, name))
-        for name in numerics.quantized_names()
+        name: _matrix_by_matrix(getattr(layers, name), numerics.weight) for name in numerics.quantized_names()
     }
     layers = replace(layers, **operands)
     count = layers.input_norm.shape[0]
     return replace(
         params, layers=tuple(jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count))
     )
+
+
+def _matrix_by_matrix(stack: jax.Array, spec: QuantSpec) -> Operand:
+    """Operands of a stack of weights, each matrix (of a layer, of an expert) in a scope of its own."""
+
+    def quantise(weight: jax.Array) -> Operand:
+        return to_operand(weight, spec)
+
+    for _ in range(stack.ndim - 2):
+        quantise = jax.vmap(quantise)
+    return quantise(stack)

@@ -24,9 +24,10 @@ class LayerParams:
     q_norm: Leaf | None  # [L, hd]; None without query/key normalisation
     k_norm: Leaf | None  # [L, hd]
     post_norm: Leaf  # [L, D]
-    gate: Leaf  # [L, F, D]
-    up: Leaf  # [L, F, D]
-    down: Leaf  # [L, D, F]
+    gate: Leaf  # [L, F, D]; of a mixture [L, E, F, D]
+    up: Leaf  # as gate
+    down: Leaf  # [L, D, F]; [L, E, D, F]
+    router: Leaf | None = None  # [L, E, D]; None in a dense model
 
 
 @flax.struct.dataclass
@@ -47,6 +48,7 @@ def abstract_params(config: ModelConfig, dtype: jax.typing.DTypeLike) -> Params:
 
     L, D, F, V = config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size
     hd = config.head_dim
+    experts = (config.num_experts,) if config.num_experts else ()
     queries, keys = config.num_heads * hd, config.num_kv_heads * hd
     return Params(
         embed=array(V, D),
@@ -59,9 +61,10 @@ def abstract_params(config: ModelConfig, dtype: jax.typing.DTypeLike) -> Params:
             q_norm=array(L, hd) if config.qk_norm else None,
             k_norm=array(L, hd) if config.qk_norm else None,
             post_norm=array(L, D),
-            gate=array(L, F, D),
-            up=array(L, F, D),
-            down=array(L, D, F),
+            gate=array(L, *experts, F, D),
+            up=array(L, *experts, F, D),
+            down=array(L, *experts, D, F),
+            router=array(L, *experts, D) if experts else None,
         ),
         final_norm=array(D),
         lm_head=None if config.tie_embeddings else array(V, D),

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from triage_jax.model.config import ModelConfig, ModelError
-from triage_jax.model.load import EMBED, FINAL_NORM, HEAD, INDEX, LAYER, SINGLE, layer_name, tensor_names
+from triage_jax.model.load import EMBED, FINAL_NORM, HEAD, INDEX, LAYER, SINGLE, layer_tensors, tensor_names
 from triage_jax.model.params import Params, abstract_params
 
 TOKENIZER_FILES = (
@@ -117,10 +117,14 @@ def _unstacked(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
     for field, name in (("embed", EMBED), ("final_norm", FINAL_NORM), ("lm_head", HEAD)):
         if (array := host(field, getattr(params, field), getattr(expected, field))) is not None:
             found[name] = array
-    for field in LAYER:
-        array = host(f"layers.{field}", getattr(params.layers, field), getattr(expected.layers, field))
-        if array is not None:
-            found |= {layer_name(index, field): layer for index, layer in enumerate(array)}
+    layers = {
+        field: host(f"layers.{field}", getattr(params.layers, field), getattr(expected.layers, field))
+        for field in LAYER
+    }
+    for name, field, place in layer_tensors(config):
+        array = layers[field]
+        assert array is not None, "layer_tensors names only leaves that the settings imply"
+        found[name] = array[place]
     return {name: found[name] for name in tensor_names(config)}
 
 
