@@ -8,7 +8,7 @@ takes. What is not: that cuDNN has a kernel for a shape, speed, and rounding on 
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -145,12 +145,17 @@ def unavailable() -> str | None:
     return None
 
 
-def compile_for(fn: Callable[..., Any], args: Sequence[Any], devices: Sequence[Device]) -> Compiled:
+def compile_for(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    devices: Sequence[Device],
+    options: Mapping[str, str] | None = None,
+) -> Compiled:
     """`fn(*args)` compiled for `devices`, with `jax.ShapeDtypeStruct`s in place of arrays.
 
     A struct that names no sharding lies on the first device; name one on a mesh of `devices` to use several.
-    A jitted `fn` keeps its static and donated arguments. Raises AotError without `ptxas`, and whatever XLA
-    raises for a program that it cannot compile.
+    A jitted `fn` keeps its static and donated arguments; `options` are XLA's own. Raises AotError without `ptxas`,
+    and whatever XLA raises for a program that it cannot compile.
     """
     first = SingleDeviceSharding(devices[0])
 
@@ -162,7 +167,7 @@ def compile_for(fn: Callable[..., Any], args: Sequence[Any], devices: Sequence[D
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     lowered = jitted.lower(*jax.tree.map(place, tuple(args)))
     try:
-        return lowered.compile()
+        return lowered.compile(compiler_options=dict(options or {}))
     except jax.errors.JaxRuntimeError as error:
         if "No PTX compilation provider" in str(error):
             raise AotError(
@@ -172,7 +177,13 @@ def compile_for(fn: Callable[..., Any], args: Sequence[Any], devices: Sequence[D
 
 
 def compile_update(
-    learner: Learner, target: GpuTarget, *, rows: int, prompt_tokens: int, new_tokens: int
+    learner: Learner,
+    target: GpuTarget,
+    *,
+    rows: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    options: Mapping[str, str] | None = None,
 ) -> Compiled:
     """One update of `rows` responses on the learner's mesh of `target` GPUs, from shapes alone: no weight exists."""
     shape = learner.settings.mesh
@@ -198,7 +209,7 @@ def compile_update(
         state,
         parameter_shardings(state, mesh),
     )
-    return compile_for(update, (learner, state, batch, batch.sampler_logp), devices)
+    return compile_for(update, (learner, state, batch, batch.sampler_logp), devices, options)
 
 
 def custom_calls(compiled: Compiled) -> Counter[str]:
