@@ -228,6 +228,54 @@ def test_a_sampler_computes_the_same_from_the_file_as_from_memory(written, tmp_p
     assert jnp.abs(from_file).max() > 0.1
 
 
+# Mixtures of experts
+
+
+def test_each_expert_keeps_its_codes(tmp_path):
+    config = tiny_config(architecture="qwen3_moe", num_experts=3, experts_per_token=2)
+    params = tiny_params(config, seed=5)
+    save_quantized(tmp_path / "own", params, config, TILES, share_global_scale=False)
+    loaded, loaded_config = load_quantized(tmp_path / "own")
+    assert loaded_config == config
+    assert_same(served(loaded, TILES), SERVING(params, TILES))
+    assert loaded.layers[0].gate.scale.shape == (3,)
+
+
+def test_gate_and_up_of_one_expert_share_a_scale(tmp_path):
+    config = tiny_config(architecture="qwen3_moe", num_experts=3, experts_per_token=2)
+    params = tiny_params(config, seed=6)
+    save_quantized(tmp_path / "model", params, config, TILES)
+    loaded, _ = load_quantized(tmp_path / "model")
+    gate, up = (
+        np.abs(np.asarray(leaf[1].astype(jnp.bfloat16), np.float32))
+        for leaf in (params.layers.gate, params.layers.up)
+    )
+    amax = np.maximum(gate.max(axis=(1, 2)), up.max(axis=(1, 2)))
+    np.testing.assert_array_equal(np.asarray(loaded.layers[1].gate.scale), amax / np.float32(2688))
+    np.testing.assert_array_equal(np.asarray(loaded.layers[1].up.scale), amax / np.float32(2688))
+    assert len(set(amax)) == 3
+    assert loaded.layers[1].router.dtype == jnp.bfloat16
+    ignore = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "model.layers.1.mlp.gate" in ignore
+    floats, _ = load_dequantized(tmp_path / "model")
+    error = np.asarray(floats.layers.down) - np.asarray(params.layers.down)
+    assert floats.layers.down.shape == params.layers.down.shape
+    assert np.sqrt(np.mean(error**2)) < 0.13 * np.asarray(params.layers.down).std()
+
+
+def test_experts_must_be_alike(tmp_path):
+    config = tiny_config(architecture="qwen3_moe", num_experts=2, experts_per_token=1)
+    save_quantized(tmp_path / "model", tiny_params(config), config, TILES)
+    module = "model.layers.0.mlp.experts.1.down_proj"
+    plain = np.ones((32, 64), ml_dtypes.bfloat16)
+    rewrite(
+        tmp_path / "model",
+        {f"{module}.weight": plain, f"{module}.weight_scale": None, f"{module}.weight_scale_2": None},
+    )
+    with pytest.raises(ModelError, match="down: some experts of a layer are quantised and some are not"):
+        load_quantized(tmp_path / "model")
+
+
 # Refusals
 
 

@@ -76,7 +76,7 @@ def test_bytes_worked_by_hand():
     assert tensors["m.input_scale"] == np.float32(0.25)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.rule}-{spec.tile}")
 def test_reading_gives_back_every_bit(spec):
     q = quantize(draw(40, 48, seed=1), spec)
     tensors = to_tensors("a.b", q)
@@ -109,7 +109,7 @@ def test_compressed_tensors_stores_the_inverse_of_the_global_scale():
     assert tensors_of("m", "compressed-tensors") == tuple(stored)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.rule}-{spec.tile}")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_parts_share_the_amax_and_nothing_else(spec, wrap):
     # 20 rows: were the parts simply stacked, a 16×16 tile would hold the end of the first and the start of the second.

@@ -1,7 +1,8 @@
 """Model directories whose weights are stored in NVFP4: read for sampling or training, written for a refit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,18 @@ from jax.typing import DTypeLike
 from triage_jax.model.config import ModelConfig, ModelError
 from triage_jax.model.load import (
     EMBED,
+    EXPERT,
     FINAL_NORM,
     HEAD,
     LAYER,
     WeightFiles,
-    layer_name,
+    layer_tensors,
     load_config,
     read_json,
     tensor_names,
 )
 from triage_jax.model.numerics import Numerics
-from triage_jax.model.params import LayerParams, Params, abstract_params
+from triage_jax.model.params import LayerParams, Leaf, Params, abstract_params
 from triage_jax.model.save import atomic_directory, copy_tokenizer, write_json
 from triage_jax.model.selection import WEIGHT, grouped, ignored_modules
 from triage_jax.model.stream import write_configs, write_quantized
@@ -37,7 +39,7 @@ _IGNORED = (*INPUT.values(), ".k_scale", ".v_scale", "rotary_emb.inv_freq")
 """Scales of activations and of an FP8 cache: `Numerics` decides about both"""
 
 type Weight = QuantizedTensor | np.ndarray
-type Read = Callable[[str, int | None], Weight | None]
+type Read = Callable[[str], Weight]
 
 
 def load_quantized(path: str | Path) -> tuple[Params, ModelConfig]:
@@ -47,31 +49,31 @@ def load_quantized(path: str | Path) -> tuple[Params, ModelConfig]:
     for bit what quantising in memory gives; the rest is BF16. Stored activation scales are not used. Raises ModelError
     naming file and tensor for anything missing, unexpected, misshapen or not finite, and for another quantisation.
     """
+    layers: list[LayerParams] = []
     with _opened(path) as (config, read):
-        layers = tuple(
-            LayerParams(**{field: _operand(read(field, index)) for field in LAYER})
-            for index in range(config.num_layers)
-        )
-        top = {name: _operand(read(name, None)) for name in TOP}
-    return Params(layers=layers, **top), config
+        for _, tensors in groupby(layer_tensors(config), key=lambda tensor: tensor[2][0]):
+            leaves: dict[str, list[Operand | jax.Array]] = {}
+            for name, field, _ in tensors:
+                leaves.setdefault(field, []).append(_operand(read(name)))
+            layers.append(LayerParams(**{field: _leaf(leaves.get(field), config, field) for field in LAYER}))
+        top = {field: _operand(read(name)) for field, name in _top(config).items()}
+    return Params(layers=tuple(layers), **{"lm_head": None, **top}), config
 
 
 def load_dequantized(path: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[Params, ModelConfig]:
     """A learner's parameters from the same directory: weights (code · block scale) · global scale, in `dtype`."""
     with _opened(path) as (config, read):
-        shapes: Any = abstract_params(config, dtype).layers
-
-        def stacked(field: str) -> jax.Array | None:
-            if getattr(shapes, field) is None:
-                return None
-            leaves = np.empty(getattr(shapes, field).shape, dtype)
-            for index in range(config.num_layers):
-                leaves[index] = np.asarray(_floats(read(field, index), dtype))
-            return jnp.asarray(leaves)
-
-        layers = LayerParams(**{field: stacked(field) for field in LAYER})
-        top = {name: _floats(read(name, None), dtype) for name in TOP}
-    return Params(layers=layers, **top), config
+        shapes: Any = abstract_params(config, dtype)
+        leaves: dict[str, np.ndarray] = {}
+        for name, field, place in layer_tensors(config):
+            if field not in leaves:
+                leaves[field] = np.empty(getattr(shapes.layers, field).shape, dtype)
+            leaves[field][place] = np.asarray(_floats(read(name), dtype))
+        layers = LayerParams(
+            **{field: jnp.asarray(leaves.pop(field)) if field in leaves else None for field in LAYER}
+        )
+        top = {field: _floats(read(name), dtype) for field, name in _top(config).items()}
+    return Params(layers=layers, **{"lm_head": None, **top}), config
 
 
 def served(params: Params, numerics: Numerics) -> Params:
@@ -129,15 +131,13 @@ def save_quantized(
             f"accepted are {', '.join(STORABLE_SCOPES)}"
         )
     leaves = _leaves(params, config)
-    modules = [
-        layer_name(index, field).removesuffix(WEIGHT) for index in range(config.num_layers) for field in names
-    ]
+    modules = [name.removesuffix(WEIGHT) for name, field, _ in layer_tensors(config) if field in names]
     groups = grouped(modules) if share_global_scale else [(module,) for module in modules]
-    shapes = {name: leaf.shape if index is None else leaf.shape[1:] for name, (leaf, index) in leaves.items()}
+    shapes = {name: leaf.shape[len(place) :] for name, (leaf, place) in leaves.items()}
 
     def read(name: str) -> jax.Array:
-        leaf, index = leaves[name]
-        return jnp.asarray(leaf if index is None else leaf[index], jnp.bfloat16)
+        leaf, place = leaves[name]
+        return jnp.asarray(leaf[place], jnp.bfloat16)
 
     with atomic_directory(path, overwrite=overwrite) as directory:
         write_quantized(
@@ -155,47 +155,47 @@ def save_quantized(
             copy_tokenizer(Path(tokenizer_from), directory)
 
 
-def _leaves(params: Params, config: ModelConfig) -> dict[str, tuple[Any, int | None]]:
-    """Leaf, and layer in it, of every tensor in reading order; checks every shape."""
+def _leaves(params: Params, config: ModelConfig) -> dict[str, tuple[Leaf, tuple[int, ...]]]:
+    """Leaf, and place in it, of every tensor in reading order; checks every shape."""
     expected: Any = abstract_params(config, jnp.float32)
-    found: dict[str, tuple[Any, int | None]] = {}
 
-    def check(label: str, leaf: Any, spec: Any) -> bool:
+    def leaf_of(label: str, leaf: Leaf, spec: Leaf) -> Leaf:
         shapes = (getattr(leaf, "shape", None), getattr(spec, "shape", None))
         if shapes[0] != shapes[1]:
             raise ModelError(f"params.{label} has shape {shapes[0]}, the settings imply {shapes[1]}")
-        return leaf is not None
+        return leaf
 
-    for field, name in TOP.items():
-        if check(field, leaf := getattr(params, field), getattr(expected, field)):
-            found[name] = (leaf, None)
-    for field in LAYER:
-        leaf = getattr(params.layers, field, None)
-        if check(f"layers.{field}", leaf, getattr(expected.layers, field)):
-            found |= {layer_name(index, field): (leaf, index) for index in range(config.num_layers)}
-    return {name: found[name] for name in tensor_names(config)}
+    top = {
+        name: leaf_of(field, getattr(params, field), getattr(expected, field)) for field, name in TOP.items()
+    }
+    layers = {
+        field: leaf_of(f"layers.{field}", getattr(params.layers, field), getattr(expected.layers, field))
+        for field in LAYER
+    }
+    places = {name: (layers[field], place) for name, field, place in layer_tensors(config)}
+    return {name: places.get(name) or (top[name], ()) for name in tensor_names(config)}
+
+
+def _top(config: ModelConfig) -> dict[str, str]:
+    """Field and name of every tensor outside the layers."""
+    return {field: name for field, name in TOP.items() if name != HEAD or not config.tie_embeddings}
 
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[tuple[ModelConfig, Read]]:
-    """Settings, and a reader of a weight by its field and layer, of a directory whose names are all accounted for."""
+    """Settings, and a reader of weights by name, of a directory whose tensors are all accounted for."""
     directory = Path(path)
     config = load_config(directory, quantized=True)
     _check_format(directory)
-    shapes: Any = abstract_params(config, jnp.bfloat16)
+    expected: Any = abstract_params(config, jnp.bfloat16)
+    shapes = {name: getattr(expected, field).shape for field, name in _top(config).items()}
+    for name, field, place in layer_tensors(config):
+        shapes[name] = getattr(expected.layers, field).shape[len(place) :]
     with ExitStack() as stack:
         files = WeightFiles(directory, stack)
         _check_names(files, config)
         _check_tied_head(files, config)
-
-        def read(field: str, index: int | None) -> Weight | None:
-            spec = getattr(shapes if index is None else shapes.layers, field)
-            if spec is None:
-                return None
-            name, shape = TOP[field] if index is None else layer_name(index, field), spec.shape
-            return _read_weight(files, name, shape if index is None else shape[1:])
-
-        yield config, read
+        yield config, lambda name: _read_weight(files, name, shapes[name])
 
 
 def _check_format(directory: Path) -> None:
@@ -252,13 +252,26 @@ _operand_of = jax.jit(from_quantized)
 _dequantize = jax.jit(dequantize, static_argnames="dtype")
 
 
-def _operand(weight: Weight | None) -> Operand | jax.Array | None:
-    if isinstance(weight, QuantizedTensor):
-        return _operand_of(weight)
-    return None if weight is None else jnp.asarray(weight)
+def _operand(weight: Weight) -> Operand | jax.Array:
+    return _operand_of(weight) if isinstance(weight, QuantizedTensor) else jnp.asarray(weight)
 
 
-def _floats(weight: Weight | None, dtype: DTypeLike) -> jax.Array | None:
+def _leaf(
+    parts: Sequence[Operand | jax.Array] | None, config: ModelConfig, field: str
+) -> Operand | jax.Array | None:
+    """A layer's leaf from its tensors: none, one, or one per expert."""
+    if parts is None:
+        return None
+    if not (config.num_experts and field in EXPERT):
+        return parts[0]
+    if len({type(expert) for expert in parts}) > 1:
+        raise ModelError(
+            f"{field}: some experts of a layer are quantised and some are not; accepted: all or none"
+        )
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+
+
+def _floats(weight: Weight, dtype: DTypeLike) -> jax.Array:
     if isinstance(weight, QuantizedTensor):
         return _dequantize(weight, dtype=np.dtype(dtype))
-    return None if weight is None else jnp.asarray(weight, dtype)
+    return jnp.asarray(weight, dtype)

@@ -79,7 +79,11 @@ def write_quantized(
 
 
 def _write_group(
-    writer: ShardWriter, group: Group, parts: list[jax.Array], spec: QuantSpec, input_scale: float
+    writer: ShardWriter,
+    group: Group,
+    parts: list[np.ndarray | jax.Array],
+    spec: QuantSpec,
+    input_scale: float,
 ) -> None:
     for module, part, q in zip(group, parts, quantize_together(parts, spec), strict=True):
         if not np.isfinite(q.global_scale):
@@ -90,8 +94,10 @@ def _write_group(
             writer.write(name, tensor)
 
 
-def _bf16(tensor: np.ndarray | jax.Array) -> jax.Array:
-    return jnp.asarray(tensor.astype(ml_dtypes.bfloat16))
+def _bf16(tensor: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    if isinstance(tensor, np.ndarray):
+        return tensor.astype(ml_dtypes.bfloat16, copy=False)
+    return tensor.astype(jnp.bfloat16)
 
 
 def _finite(name: str, tensor: np.ndarray) -> np.ndarray:

@@ -10,7 +10,6 @@ nibble, and block scales lie row by row, not swizzled.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -33,10 +32,13 @@ STORABLE_SCOPES = ("tensor", "static")
 
 _NAN = 0x7F
 _pack = jax.jit(pack)
+_quantize = jax.jit(quantize, static_argnames="spec")
 _GROUP = {"num_bits": 4, "type": "float", "group_size": BLOCK, "dynamic": False}
 
 
-def quantize_together(parts: Sequence[Float[Array, "_ K"]], spec: QuantSpec) -> tuple[QuantizedTensor, ...]:
+def quantize_together(
+    parts: Sequence[Float[Array, "_ K"] | Float[np.ndarray, "_ K"]], spec: QuantSpec
+) -> tuple[QuantizedTensor, ...]:
     """Quantise matrices that a server multiplies as one, so that they share the global scale.
 
     Only the amax is shared: a 16×16 tile never spans two parts. Raises ValueError for a scope of rows, which a
@@ -46,16 +48,14 @@ def quantize_together(parts: Sequence[Float[Array, "_ K"]], spec: QuantSpec) -> 
         raise ValueError(
             f"a checkpoint stores one global scale per weight: scope {spec.scope!r} has no place"
         )
-    return _quantize_together(tuple(parts), spec)
-
-
-@partial(jax.jit, static_argnames="spec")
-def _quantize_together(
-    parts: tuple[Float[Array, "_ K"], ...], spec: QuantSpec
-) -> tuple[QuantizedTensor, ...]:
+    # What is on the host is joined there, at the speed of memory; XLA's own copy takes as long as quantising.
+    library = np if all(isinstance(part, np.ndarray) for part in parts) else jnp
     height = BLOCK if spec.tile == "16x16" else 1
-    padded = [jnp.pad(part, ((0, -len(part) % height), (0, 0))) for part in parts]
-    whole = quantize(jnp.concatenate(padded), spec)
+    padded = [
+        library.pad(part, ((0, -len(part) % height), (0, 0))) if len(part) % height else part
+        for part in parts
+    ]
+    whole = _quantize(library.concatenate(padded) if len(padded) > 1 else padded[0], spec)
     starts = np.cumsum([0, *map(len, padded)])
     return tuple(
         QuantizedTensor(
