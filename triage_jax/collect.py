@@ -81,7 +81,9 @@ def make_requests(prompts: Prompts, config: TrainConfig, step: int) -> list[Requ
 
 def sampling(config: TrainConfig) -> SamplingParams:
     return SamplingParams(
-        max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        routed_experts=config.rollout.replay_routing,
     )
 
 
@@ -122,6 +124,7 @@ def make_batch(
         usable,
         prompt_width=-(-widest // bucket) * bucket,
         response_width=settings.max_new_tokens,
+        replay_routing=settings.replay_routing,
     )
 
 
@@ -137,7 +140,8 @@ def held_out(run: Run) -> HeldOut:
             seed = stable_hash("held out", config.seed, problem.uid, sample) % 2**32
             requests.append(Request(uid=f"{problem.uid}/{sample}", prompt_ids=tuple(ids), seed=seed))
             asked.append(problem)
-    samples = run.engine.generate(requests, sampling(config)) if requests else []
+    alone = replace(sampling(config), routed_experts=False)
+    samples = run.engine.generate(requests, alone) if requests else []
     texts = [run.codec.response_text(sample.token_ids.tolist()) for sample in samples]
     verdicts = run.task.score_batch(list(zip(texts, asked, strict=True)))
     right = sum(verdict.reward >= 0.5 for verdict in verdicts)

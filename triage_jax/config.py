@@ -71,6 +71,9 @@ class RolloutSection:
     max_staleness: Literal[0, 1] = 0
     """1: the responses of a step are drawn while the learner still works on the step before, with weights one update
     old; costs a copy of the weights, which splits the gap into staleness and numerics"""
+    replay_routing: bool = False
+    """The learner sends every token to the experts that the sampler sent it to (mixture-of-experts models); what is
+    left of the gap is logged as residual_gap"""
     local: LocalEngineConfig = field(default_factory=LocalEngineConfig)
     sglang: SglangConfig = field(default_factory=SglangConfig)
 

@@ -66,6 +66,11 @@ def gap_split(now: np.ndarray, at_draw: np.ndarray, batch: RolloutBatch) -> dict
     }
 
 
+def label_residual(row: dict[str, Any]) -> dict[str, Any]:
+    """The same row for a learner that followed the sampler's experts: its gap lacks what routing would add."""
+    return {f"residual_{key}" if key.startswith("gap/") else key: value for key, value in row.items()}
+
+
 def timings(
     started: float, sampled: float, learned: float, refitted: float, rollout: Rollout
 ) -> dict[str, float]:

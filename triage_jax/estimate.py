@@ -9,6 +9,8 @@ def parameter_count(model: ModelConfig) -> int:
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (2 * heads + 2 * kv) + (2 * model.head_dim if model.qk_norm else 0)
     mlp = 3 * model.hidden_size * model.intermediate_size
+    if model.num_experts:
+        mlp = model.num_experts * (mlp + model.hidden_size)
     layer = attention + mlp + 2 * model.hidden_size
     tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     return tables + model.num_layers * layer + model.hidden_size

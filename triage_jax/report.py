@@ -94,7 +94,10 @@ def step_line(step: int, steps: int, row: Mapping[str, Any]) -> str:
     """The progress line of one step."""
     place = f"{step}/{steps}".rjust(_place_width(steps))
     skipped = "" if row["optimizer/applied"] else "  SKIPPED: loss or gradient not finite"
-    return " ".join([place, *(_number(row[key], form).rjust(w) for _, key, form, w in COLUMNS)]) + skipped
+    return (
+        " ".join([place, *(_number(_value(row, key), form).rjust(w) for _, key, form, w in COLUMNS)])
+        + skipped
+    )
 
 
 def _place_width(steps: int) -> int:
@@ -195,7 +198,7 @@ def write_report(paths: Paths) -> None:
 
 
 def _line(axis, rows: Sequence[Row], key: str, color: str, label: str, *, smooth=False, alpha=1.0) -> None:
-    points = [(row["step"], float(row[key])) for row in rows if row.get(key) is not None]
+    points = [(row["step"], float(value)) for row in rows if (value := _value(row, key)) is not None]
     if not points:
         return
     x, y = zip(*points, strict=True)
@@ -245,8 +248,13 @@ def _share(right: Any, samples: Any) -> str:
 
 
 def _mean(rows: Sequence[Row], key: str) -> float | None:
-    values = [float(row[key]) for row in rows if row.get(key) is not None]
+    values = [float(value) for row in rows if (value := _value(row, key)) is not None]
     return sum(values) / len(values) if values else None
+
+
+def _value(row: Mapping[str, Any], key: str) -> Any:
+    """A metric of a row; where routing was replayed, the residual gap stands for the gap."""
+    return row.get(key, row.get(f"residual_{key}"))
 
 
 def _number(value: Any, form: str) -> str:

@@ -155,6 +155,7 @@ def open_run(config: TrainConfig, *, resume: bool = False) -> Iterator[Run]:
             codec = load_tokenizer(model_path)
         params, model = load_model(model_path)
         _check_context(config, model)
+        _check_routing(config, model)
         with _reported("task"):
             task = _open_task(config, stack)
         learner = make_learner(config, model)
@@ -277,6 +278,13 @@ def _reported(field: str) -> Iterator[None]:
         raise
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(f"{field}: {error}") from error
+
+
+def _check_routing(config: TrainConfig, model: ModelConfig) -> None:
+    if config.rollout.replay_routing and not model.num_experts:
+        raise ConfigError(
+            "rollout.replay_routing = True: the model is dense and routes nothing; accepted: False"
+        )
 
 
 def _check_context(config: TrainConfig, model: ModelConfig) -> None:

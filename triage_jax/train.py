@@ -11,7 +11,7 @@ from triage_jax import report
 from triage_jax.cli import Invocation, parse
 from triage_jax.collect import held_out, make_batch, reward, rewards_of
 from triage_jax.config import ConfigError
-from triage_jax.describe import describe_step, gap_split, timings
+from triage_jax.describe import describe_step, gap_split, label_residual, timings
 from triage_jax.learner import (
     CheckpointError,
     LearnerState,
@@ -71,6 +71,7 @@ def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
                 samples, verdicts, rewards, advantages.flat_groups, scores, batch, outcome, state
             )
             row |= gap_split(np.asarray(scores.logp), at_draw, host_batch)
+            row = label_residual(row) if config.rollout.replay_routing else row
             row["prompts/too_long"] = rollout.prompts.too_long
             try:
                 engine.update_weights(state.params, step + 1)

@@ -22,6 +22,8 @@ class RolloutBatch:
     """Response tokens that enter the loss"""
     sampler_logp: Float[Array, "B N"]
     advantages: Float[Array, "B"]
+    routes: Int[Array, "B T L k"] | None = None
+    """Experts that the sampler's tokens went to, for the learner to follow; None: its own router decides"""
 
 
 def pack_batch(
@@ -32,11 +34,13 @@ def pack_batch(
     *,
     prompt_width: int,
     response_width: int,
+    replay_routing: bool = False,
 ) -> RolloutBatch:
     """Host arrays of fixed width for `samples[i]` drawn from `prompts[i]`.
 
     `usable[i]` False keeps the row (shapes stay fixed) and leaves it out of the loss. Raises ValueError if a prompt or
-    response is wider than its columns, or a sample's ids and log-probabilities differ in length.
+    response is wider than its columns, a sample's ids and log-probabilities differ in length, or its routes are to be
+    replayed and missing.
     """
     rows = len(samples)
     # NumPy until they are placed on devices, which the fields' types do not tell.
@@ -57,6 +61,9 @@ def pack_batch(
         valid[row, start:end] = True
         mask[row, :length] = usable[row]
         sampler_logp[row, :length] = sample.logprobs
+    routes: Any = (
+        _pack_routes(prompts, samples, usable, prompt_width, tokens.shape) if replay_routing else None
+    )
     used: Any = np.where(usable, advantages, 0.0).astype(np.float32)
     return RolloutBatch(
         tokens=tokens,
@@ -64,4 +71,26 @@ def pack_batch(
         mask=mask,
         sampler_logp=sampler_logp,
         advantages=used,
+        routes=routes,
     )
+
+
+def _pack_routes(
+    prompts: Sequence[Sequence[int]],
+    samples: Sequence[Sample],
+    usable: np.ndarray,
+    prompt_width: int,
+    shape: tuple[int, int],
+) -> np.ndarray:
+    """int32 `[B, T, L, k]`; positions that nobody was routed at (padding, the last token) get experts 0 to k - 1."""
+    given = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+    missing = [s.uid for s, used in zip(samples, usable, strict=True) if used and s.routed_experts is None]
+    if missing or not given:
+        raise ValueError(f"routed experts are missing, in sample {(missing or [samples[0].uid])[0]} first")
+    layers, chosen = given[0].shape[1:]
+    routes = np.broadcast_to(np.arange(chosen, dtype=np.int32), (*shape, layers, chosen)).copy()
+    for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+        if sample.routed_experts is not None:
+            start = prompt_width - len(prompt)
+            routes[row, start : start + len(sample.routed_experts)] = sample.routed_experts
+    return routes

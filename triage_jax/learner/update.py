@@ -151,7 +151,13 @@ def update(
 def _score(learner: Learner, params: Params, batch: RolloutBatch) -> TokenScores:
     """Hidden states at the last prompt column and all response columns but the last predict the response."""
     hidden = forward(
-        params, batch.tokens, batch.valid, learner.model, learner.numerics, remat=learner.settings.remat
+        params,
+        batch.tokens,
+        batch.valid,
+        learner.model,
+        learner.numerics,
+        remat=learner.settings.remat,
+        routes=None if batch.routes is None else jnp.moveaxis(batch.routes, 2, 0),
     )
     width = batch.mask.shape[1]
     return token_logprobs(

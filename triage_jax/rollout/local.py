@@ -100,6 +100,8 @@ class LocalEngine:
         if self._weights is None:
             raise RuntimeError("the local engine has no weights yet: call update_weights first")
         refuse_truncated_distribution(sampling)
+        if sampling.routed_experts and not self._config.num_experts:
+            raise ValueError("routed_experts: the model is dense; accepted: False")
         for request in requests:
             self._check(request, sampling)
         samples: list[Sample] = []
@@ -159,6 +161,9 @@ class LocalEngine:
         drawn, logprobs, lengths, done = jax.device_get(
             (state.tokens, state.logprobs, state.lengths, state.done)
         )
+        routes = None
+        if sampling.routed_experts:
+            routes = np.stack(jax.device_get(state.cache.routes), axis=2)
         return [
             Sample(
                 uid=request.uid,
@@ -166,6 +171,10 @@ class LocalEngine:
                 logprobs=logprobs[row, : lengths[row]],
                 finish_reason="stop" if done[row] else "length",
                 weight_versions=np.full(lengths[row], self._version, np.int32),
+                # The last token drawn is never fed back; the prompt is padded on the left.
+                routed_experts=None
+                if routes is None
+                else routes[row, width - len(request.prompt_ids) : width + lengths[row] - 1],
             )
             for row, request in enumerate(requests)
         ]

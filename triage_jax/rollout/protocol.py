@@ -23,6 +23,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_ids: tuple[int, ...] = ()
+    routed_experts: bool = False
+    """Also return which experts each token went to, for the learner to follow; mixture-of-experts models only"""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -53,6 +55,8 @@ class Sample:
     """stop: a stop id was drawn; length: the limit was hit, the response is truncated; abort: cut off by the engine"""
     weight_versions: np.ndarray
     """int32 `[n]`, version of the weights that drew each token; not constant where a refit fell into the response"""
+    routed_experts: np.ndarray | None = None
+    """int32 `[prompt + n - 1, L, k]`: experts of every position that was fed to the model, if they were asked for"""
 
 
 class EngineError(RuntimeError):

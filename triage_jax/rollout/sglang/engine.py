@@ -18,6 +18,7 @@ from triage_jax.rollout.protocol import (
     Sample,
     SamplingParams,
 )
+from triage_jax.rollout.routing import RouteShape
 from triage_jax.rollout.sglang.client import Client
 from triage_jax.rollout.sglang.config import SglangConfig
 from triage_jax.rollout.sglang.fleet import Fleet
@@ -48,8 +49,11 @@ class SglangEngine:
         self._model = model
         self._numerics = numerics
         self._tokenizer_from = tokenizer_from
-        self._store = WeightStore(config.weights_dir or directory, config.keep_versions)
-        limits = Limits(vocab_size=model.vocab_size, context=model.max_position_embeddings)
+        root = Path(config.weights_dir).expanduser() if config.weights_dir else directory
+        self._store = WeightStore(root, config.keep_versions)
+        limits = Limits(
+            vocab_size=model.vocab_size, context=model.max_position_embeddings, routes=_route_shape(model)
+        )
         self._fleet = Fleet([Client(url, config, limits) for url in config.urls], config, limits)
         self._loop = LoopThread("sglang engine")
         self._refit = threading.Lock()
@@ -143,6 +147,14 @@ class SglangEngine:
         """Abort what runs, end the thread, close every connection. Calls that wait raise EngineError."""
         self._loop.close(self._fleet.close())
         self._store.close()
+
+
+def _route_shape(model: ModelConfig) -> RouteShape | None:
+    if not model.num_experts:
+        return None
+    return RouteShape(
+        layers=model.num_layers, experts=model.num_experts, experts_per_token=model.experts_per_token
+    )
 
 
 def _check_names(requests: Sequence[Request]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from triage_jax.rollout.sglang.errors import (
     StaleServer,
 )
 from triage_jax.rollout.sglang.server import Server, Target
+from triage_jax.rollout.sglang.slots import Slots
 from triage_jax.rollout.sglang.wire import Limits, check_request
 
 COUNTS = ("retries", "aborted_resubmitted", "bad_responses", "servers_returned")
@@ -46,14 +47,6 @@ class _Ticket:
     last: Server | None = None
 
 
-@dataclass(eq=False, kw_only=True)
-class _Waiter:
-    """A ticket's place in the queue for a server."""
-
-    slot: asyncio.Future[Server]
-    tried: set[Server]
-
-
 class Fleet:
     """The servers of one run. Everything here runs on one event loop.
 
@@ -66,7 +59,7 @@ class Fleet:
         self._counts: Counter[str] = Counter()
         self._config = config
         self._target: Target | None = None
-        self._waiting: deque[_Waiter] = deque()
+        self._slots = Slots(self.servers, config.concurrency)
         self._changed = asyncio.Event()
         """Set and cleared at once whenever a server comes or goes: wakes who waits at that moment"""
         self._keepers: list[asyncio.Task[None]] = []
@@ -131,12 +124,17 @@ class Fleet:
         except BaseExceptionGroup as failures:
             raise _first(failures) from None
         finally:
-            if self._aborting:
-                await asyncio.wait(self._aborting, timeout=ABORT_SECONDS)
+            await self._told()
         return [found[index] for index in range(len(requests))]
 
     async def close(self) -> None:
-        """Close every connection; nothing may run here any more."""
+        """Leave the servers alone and close every connection; nothing else may run here any more."""
+        for task in self._keepers:
+            task.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await self._told()
+        for task in self._aborting:
+            task.cancel()
         for server in self.servers:
             await server.client.close()
 
@@ -197,7 +195,7 @@ class Fleet:
         """After a server came or went."""
         self._changed.set()
         self._changed.clear()
-        self._dispatch()
+        self._slots.dispatch()
 
     async def _watch(self) -> None:
         """Raise once no server is left and none came back in time."""
@@ -244,7 +242,7 @@ class Fleet:
             raise ServerGone(what, url=where, rid=request.uid) from None
 
     async def _attempt(self, ticket: _Ticket) -> Sample:
-        server = await self._slot(ticket)
+        server = await self._slots.take(ticket.tried, first=ticket.last is not None)
         if ticket.deadline.when() is None:
             ticket.deadline.reschedule(asyncio.get_running_loop().time() + self._config.request_timeout)
         ticket.last, epoch = server, server.epoch
@@ -255,8 +253,7 @@ class Fleet:
             self._hear(server, epoch, error)
             raise
         finally:
-            server.busy -= 1
-            self._dispatch()
+            self._slots.release(server)
 
     async def _draw(self, server: Server, ticket: _Ticket) -> Sample:
         """One attempt. Cut off by the deadline or an interrupt, it is aborted on the server, too."""
@@ -275,7 +272,7 @@ class Fleet:
             del server.calls[rid]
             if not call.done() or call.cancelled():
                 call.cancel()
-                self._abort(server, rid)
+                self._abort(server, rid, call)
         if call.cancelled():
             raise ServerGone(
                 "left out while it worked on this request", url=server.url, rid=ticket.request.uid
@@ -284,8 +281,9 @@ class Fleet:
         await server.settled(sample)
         return sample
 
-    def _abort(self, server: Server, rid: str) -> None:
+    def _abort(self, server: Server, rid: str, call: asyncio.Task[Sample]) -> None:
         async def abort() -> None:
+            await asyncio.wait([call])
             with suppress(SglangError):
                 await server.client.abort(rid)
 
@@ -293,41 +291,10 @@ class Fleet:
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
-    async def _slot(self, ticket: _Ticket) -> Server:
-        """Wait for a free place on a live server; a sample that has begun goes before those that have not."""
-        waiter = _Waiter(slot=asyncio.get_running_loop().create_future(), tried=ticket.tried)
-        if ticket.last is None:
-            self._waiting.append(waiter)
-        else:
-            self._waiting.appendleft(waiter)
-        self._dispatch()
-        try:
-            return await waiter.slot
-        except asyncio.CancelledError:
-            if waiter.slot.done() and not waiter.slot.cancelled():
-                waiter.slot.result().busy -= 1
-                self._dispatch()
-            raise
-
-    def _dispatch(self) -> None:
-        """Give free places to those who wait, in their order."""
-        passed: list[_Waiter] = []
-        while self._waiting and any(server.busy < self._config.concurrency for server in self.live):
-            waiter = self._waiting.popleft()
-            if waiter.slot.done():
-                continue
-            if (server := self._choose(waiter)) is None:
-                passed.append(waiter)
-            else:
-                server.busy += 1
-                waiter.slot.set_result(server)
-        self._waiting.extendleft(reversed(passed))
-
-    def _choose(self, waiter: _Waiter) -> Server | None:
-        """The least loaded server that has not failed on this sample, if any such is live; None: wait for a place."""
-        others = [server for server in self.live if server not in waiter.tried]
-        free = [server for server in others or self.live if server.busy < self._config.concurrency]
-        return min(free, key=lambda server: server.busy) if free else None
+    async def _told(self) -> None:
+        """Wait until the servers were told, but not for ever: one may be dead."""
+        if self._aborting:
+            await asyncio.wait(self._aborting, timeout=ABORT_SECONDS)
 
     def _wait_of(self, state: RetryCallState) -> float:
         """Seconds before the next try: none where another server, or this one once it is back, is the cure."""

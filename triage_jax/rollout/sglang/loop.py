@@ -15,10 +15,16 @@ GRACE_SECONDS = 10.0
 class Job[T]:
     """Work that runs on the loop. Leaving the `with` block before its end cancels it and waits for its clean-up."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, T]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Coroutine[object, object, T],
+        running: set[asyncio.Task[object]],
+    ) -> None:
         self.outcome: Future[T] = Future()
         self._loop = loop
         self._work = work
+        self._running = running
         self._task: asyncio.Task[T] | None = None
         loop.call_soon_threadsafe(self._start)
 
@@ -34,6 +40,8 @@ class Job[T]:
 
     def _start(self) -> None:
         self._task = self._loop.create_task(self._work)
+        self._running.add(self._task)
+        self._task.add_done_callback(self._running.discard)
         self._task.add_done_callback(self._finish)
 
     def _cancel(self) -> None:
@@ -56,6 +64,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[object]] = set()
+        """Only touched on the loop"""
         self._closing = threading.Lock()
         self._open = True
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -73,7 +83,7 @@ class LoopThread:
                 raise EngineError(
                     "the engine is closed" if not self._open else "called from the engine's own thread"
                 )
-            return Job(self._loop, work)
+            return Job(self._loop, work, self._tasks)
 
     def run[T](self, work: Coroutine[object, object, T]) -> T:
         """The result; an interrupt of the waiting thread cancels the work."""
@@ -86,7 +96,7 @@ class LoopThread:
             if not self._open:
                 finish.close()
                 return
-            last: Job[None] = Job(self._loop, _cancel_all_then(finish))
+            last: Job[None] = Job(self._loop, _end(self._tasks, finish), set())
             self._open = False
         wait([last.outcome], timeout=GRACE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -94,11 +104,9 @@ class LoopThread:
         self._loop.close()
 
 
-async def _cancel_all_then(finish: Coroutine[object, object, None]) -> None:
-    # Clean-up starts tasks of its own, such as aborts on the servers: those are waited for.
-    cancelled = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in cancelled:
+async def _end(tasks: set[asyncio.Task[object]], last: Coroutine[object, object, None]) -> None:
+    """Cancel the outermost tasks only: each knows best how to end those it started."""
+    for task in tasks:
         task.cancel()
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.gather(*others, return_exceptions=True)
-    await finish
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await last

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from triage_jax.rollout.protocol import FinishReason, Request, Sample, SamplingParams
+from triage_jax.rollout.routing import RoutingError, decode_routes
 from triage_jax.rollout.sglang.errors import BadResponse, StaleServer
 from triage_jax.rollout.sglang.status import error_of
 from triage_jax.rollout.sglang.wire import Limits, is_truncated, parse_label
@@ -48,6 +49,7 @@ def read_sample(
         logprobs=logprobs,
         finish_reason=finish,
         weight_versions=reply.versions(drawn, version_of),
+        routed_experts=reply.routes(len(request.prompt_ids) + drawn - 1, sampling, limits),
     )
 
 
@@ -194,6 +196,18 @@ class _Reply:
         if not isinstance(values, list) or len(values) != drawn:
             raise self.bad(name, f"missing or not {drawn} values; top-p and top-k need SGLang 0.5.23")
         return np.array([self.logprob(name, i, value) for i, value in enumerate(values)], np.float32)
+
+    def routes(self, positions: int, sampling: SamplingParams, limits: Limits) -> np.ndarray | None:
+        """int32 `[positions, L, k]` where routes were asked for."""
+        text = self.meta.get("routed_experts")
+        if not sampling.routed_experts or limits.routes is None:
+            return None
+        if text is None and self.finish() == "abort":
+            return None
+        try:
+            return decode_routes(text, positions, limits.routes)
+        except RoutingError as error:
+            raise self.bad("routed_experts", str(error)) from None
 
     def versions(self, drawn: int, version_of: Callable[[str], int | None]) -> np.ndarray:
         """int32 `[drawn]` from the spans of the response, or from its one label where a server sends no spans."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from triage_jax.rollout.protocol import Request, SamplingParams
+from triage_jax.rollout.routing import RouteShape
 from triage_jax.rollout.sglang.errors import RequestRefused
 from triage_jax.rollout.sglang.status import Fields
 
@@ -19,6 +20,8 @@ class Limits:
     context: int
     prompt: int | None = None
     """Longest prompt; None: what the context leaves"""
+    routes: RouteShape | None = None
+    """Of a mixture-of-experts model"""
 
 
 def version_label(version: int) -> str:
@@ -66,6 +69,10 @@ def check_request(request: Request, sampling: SamplingParams, limits: Limits, *,
         sampling.top_k == -1 or sampling.top_k >= 1,
         f"top_k is {sampling.top_k}; accepted: -1 (all), or 1 and above",
     )
+    accept(
+        not sampling.routed_experts or limits.routes is not None,
+        "routed_experts is asked of a dense model; accepted: False",
+    )
     accept(0 <= request.seed < 2**63, f"seed is {request.seed}; accepted: 0 to 2^63 - 1")
 
 
@@ -108,6 +115,8 @@ def generate_payload(request: Request, sampling: SamplingParams, rid: str) -> Fi
         "return_text_in_logprobs": False,
         "stream": False,
     }
+    if sampling.routed_experts:
+        payload |= {"return_routed_experts": True}
     if is_truncated(sampling):
         payload |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return payload
