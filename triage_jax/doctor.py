@@ -252,11 +252,11 @@ def show(machine: Machine, verdicts: Sequence[Verdict], console: Console | None 
     """Both tables, and what is missing."""
     console = console or Console(highlight=False)
     table = Table(title="machine", show_header=False, title_justify="left")
-    table.add_row("devices", f"{machine.devices} x {machine.device} ({machine.platform})")
+    table.add_row("devices", escape(f"{machine.devices} x {machine.device} ({machine.platform})"))
     if machine.platform == "gpu":
         table.add_row("compute capability", _dotted(machine.capability))
         table.add_row("cuDNN", _dotted(machine.cudnn))
-    table.add_row("CPU", f"{machine.cpu}, BF16: {machine.cpu_bf16 or 'none'}")
+    table.add_row("CPU", escape(f"{machine.cpu}, BF16: {machine.cpu_bf16 or 'none'}"))
     table.add_row("Python", machine.python)
     for name, version in machine.packages.items():
         table.add_row(name, version or "not installed")
