@@ -11,8 +11,8 @@ serve_sglang.sh stop [--port PORT]                        ends a server started 
 MODEL is a Hugging Face directory, or `quickstart`. Returns when the server answers /ready; it then runs on in the
 background. Flags not named below go to SGLang as they are, and win over the ones set here.
 
-  --host ADDRESS    default 127.0.0.1: only this machine. The weight routes load files for whoever may call them, so
-                    set both keys below before you name another address
+  --host ADDRESS    default 127.0.0.1: only this machine. Another address needs both keys below, since the weight
+                    routes load files for whoever may call them
   --port PORT       default 30000
   --run-dir DIR     for PORT.pid and PORT.log; default build/sglang in the checkout
   --wait SECONDS    how long /ready may take; default 900
@@ -21,15 +21,18 @@ Environment
   SGLANG_API_KEY    key that requests must carry (Authorization: Bearer ...); unset: none
   SGLANG_ADMIN_KEY  key of the weight, pause and abort routes; unset: none
                     Both reach SGLang through a private file that is gone when the server is ready, never through the
-                    command line, where every user of the machine could read them.
+                    command line, where every user of the machine could read them. SGLang 0.5.23 itself writes both
+                    into its log, which is readable by you alone, and shows both to whoever may ask /server_info:
+                    the API key opens the admin key there.
   SGLANG_PYTHON     blackwell: the Python that has SGLang installed; default python3
 
 blackwell has never been run by the authors: no such GPU was at hand. Its settings are read from the sources of
 SGLang 0.5.23 and from published parity recipes. MODEL is a ModelOpt NVFP4 checkpoint. Set are: NVFP4 weights and
 activations (modelopt_fp4), one activation scale per token, the exact quantiser instead of the fast one, BF16 KV
-cache and, for a mixture of experts, the routed TRT-LLM runner. SGLang 0.5.23 has per-token scales for experts only:
-dense layers use the checkpoint's input_scale. Older GPUs would serve such a checkpoint with BF16 activations
-(Marlin), so anything below compute capability 10.0 is refused.
+cache and, for a mixture of experts, the routed TRT-LLM runner and the routes in every answer (for
+rollout.replay_routing). SGLang 0.5.23 has per-token scales for experts only: dense layers use the checkpoint's
+input_scale. Older GPUs would serve such a checkpoint with BF16 activations (Marlin), so anything below compute
+capability 10.0 is refused.
 For seeds that are honoured add: --enable-deterministic-inference --attention-backend flashinfer
 TEXT
 }
@@ -120,7 +123,7 @@ blackwell_settings() {
     export FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1 TRTLLM_DISABLE_FP4_QUANT_FAST_MATH=1
     flags=(--quantization modelopt_fp4 --dtype bfloat16 --kv-cache-dtype bf16)
     if grep -q '"model_type": *"[a-z0-9_]*moe"' "$model/config.json"; then
-        flags+=(--moe-runner-backend flashinfer_trtllm_routed)
+        flags+=(--moe-runner-backend flashinfer_trtllm_routed --enable-return-routed-experts)
     fi
 }
 
@@ -128,6 +131,9 @@ serve() {
     local mode=$1 waited=0 pid keys
     [ "$model" = quickstart ] && model=$root/triage_jax/assets/quickstart
     [ -f "$model/config.json" ] || fail "$model holds no config.json; MODEL is a Hugging Face directory, or quickstart"
+    if [[ $host != 127.* && $host != localhost ]] && [[ -z ${SGLANG_API_KEY:-} || -z ${SGLANG_ADMIN_KEY:-} ]]; then
+        fail "--host $host is open to other machines; set SGLANG_API_KEY and SGLANG_ADMIN_KEY first"
+    fi
     umask 077
     mkdir -p "$run_dir"
     running >/dev/null && fail "port $port already has a server of ours ($pid_file); stop it first"
@@ -142,7 +148,10 @@ serve() {
     trap 'kill -TERM -- "-$pid" 2>/dev/null; rm -f "$pid_file" "$keys"' EXIT
     echo "serve_sglang: starting on http://$host:$port, pid $pid, log $log" >&2
     until ready; do
-        kill -0 "$pid" 2>/dev/null || { tail -n 25 "$log" >&2; fail "the server ended before it was ready; its log: $log"; }
+        if ! kill -0 "$pid" 2>/dev/null; then
+            tail -n 25 "$log" >&2
+            fail "the server ended before it was ready; its log: $log"
+        fi
         [ "$waited" -lt "$patience" ] || fail "not ready after $patience s; its log: $log"
         sleep 1
         waited=$((waited + 1))

@@ -50,8 +50,8 @@ REPORTED = {
     "numerics.sampler.activation.scope": "row",
 }
 MODELS = {
-    "qwen3_4b_nvfp4": {"steps": 600, "rollout.max_new_tokens": 16_384},
-    "qwen3_30b_a3b_nvfp4": {"steps": 1700, "rollout.max_new_tokens": 20_480},
+    "qwen3_4b_nvfp4": {"steps": 600, "rollout.max_new_tokens": 16_384, "rollout.replay_routing": False},
+    "qwen3_30b_a3b_nvfp4": {"steps": 1700, "rollout.max_new_tokens": 20_480, "rollout.replay_routing": True},
 }
 GATE, REPAIR, TIS = (f"objective.{part}.enabled" for part in ("gate", "repair", "tis"))
 LEARNER, SAMPLER = (f"numerics.{side}.execution" for side in ("learner", "sampler"))
