@@ -1,9 +1,15 @@
 """Which weights are quantised, which are listed as left alone: by names only."""
 
+import json
+import os
+import subprocess
+
 import pytest
 
+from tests.golden import ROOT
 from triage_jax.model.config import ModelError
-from triage_jax.model.selection import Selection, ignored_modules
+from triage_jax.model.selection import Selection, ignored_modules, unit_of
+from triage_jax.nvfp4.checkpoint import hf_quant_config, quantization_config
 
 ATTENTION = {"q_proj": (64, 32), "k_proj": (32, 32), "v_proj": (32, 32), "o_proj": (32, 64)}
 MLP = {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
@@ -150,3 +156,40 @@ def test_refusals_name_the_weight(shapes, settings, message):
 def test_bad_settings():
     with pytest.raises(ValueError, match="keep_last is -1"):
         Selection(keep_last=-1)
+
+
+@pytest.mark.sglang
+def test_sglang_quantises_what_was_selected():
+    python = ROOT / ".venv-sglang" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no SGLang here: scripts/sglang_cpu_env.sh makes .venv-sglang (3 GB, minutes)")
+    dense_part = {name.replace("layers.", "layers.2"): shape for name, shape in dense(10).items()}
+    shapes = experts(2) | dense_part
+    selection = Selection(
+        layers="linear", keep_last=1, exclude=("model.layers.0.*", "*.21.*_proj", "*.down_proj")
+    )
+    # All experts of layer 1 would be split by the last glob.
+    shapes = {name: shape for name, shape in shapes.items() if "experts" not in name or "down" not in name}
+    groups = selection.select(shapes)
+    ignore, producer = ignored_modules(shapes, groups), {"name": "triage_jax", "version": "0"}
+    configs = [quantization_config(ignore, producer), hf_quant_config(ignore, producer)]
+    linear = [
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if len(shape) == 2 and "embed" not in name and not name.endswith("mlp.gate.weight")
+    ]
+    units = dict.fromkeys(unit_of(module) for module in linear)
+    run = subprocess.run(
+        [python, ROOT / "tests" / "model" / "sglang_reads.py"],
+        input=json.dumps({"configs": configs, "modules": list(units)}),
+        env=os.environ
+        | {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(ROOT / "scripts" / "sglang_cpu" / "stand_ins")},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    chosen = {unit_of(module): None for module in modules(groups)}
+    expected = [unit for unit in units if unit in chosen]
+    assert json.loads(run.stdout.splitlines()[-1]) == [expected, expected]
+    assert "model.layers.1.mlp.experts" in chosen
+    assert len(chosen) < len(units)

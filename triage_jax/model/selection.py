@@ -78,8 +78,8 @@ class Selection:
         return self.layers == "linear" or match["block"] == "mlp"
 
 
-def _unit(module: str) -> str:
-    """Name of what a server runs as one: a fused product, or all experts of a layer."""
+def unit_of(module: str) -> str:
+    """Name, as servers have it, of what they run as one: a fused product, or all experts of a layer."""
     head, experts, _ = module.partition(".experts.")
     return f"{head}.experts" if experts else _product(module)
 
@@ -93,7 +93,7 @@ def _product(module: str) -> str:
 def _refuse_split_units(chosen: set[str], projections: Iterable[str]) -> None:
     units: dict[str, list[str]] = defaultdict(list)
     for module in projections:
-        units[_unit(module)].append(module)
+        units[unit_of(module)].append(module)
     for unit, members in units.items():
         out = [module for module in members if module not in chosen]
         if out and len(out) < len(members):
@@ -140,9 +140,9 @@ def ignored_modules(shapes: Mapping[str, tuple[int, ...]], groups: Iterable[Grou
         if block and block[0] not in used:
             listed[f"{block[0]}*"] = None
         elif ".experts." in module:
-            listed[f"{_unit(module)}*"] = None
+            listed[f"{unit_of(module)}*"] = None
         else:
             listed[module] = None
-            if (unit := _unit(module)) != module:
+            if (unit := unit_of(module)) != module:
                 listed[unit] = None
     return list(listed)
