@@ -145,7 +145,7 @@ serve() {
         --host "$host" --port "$port" "${flags[@]}" "${extra[@]}" >"$log" 2>&1 </dev/null &
     pid=$!
     echo "$pid" >"$pid_file"
-    trap 'kill -TERM -- "-$pid" 2>/dev/null; rm -f "$pid_file" "$keys"' EXIT
+    trap 'kill -TERM -- "-$pid" 2>/dev/null || true; rm -f "$pid_file" "$keys"' EXIT
     echo "serve_sglang: starting on http://$host:$port, pid $pid, log $log" >&2
     until ready; do
         if ! kill -0 "$pid" 2>/dev/null; then
