@@ -148,7 +148,7 @@ class FakeServer:
         with self._changed:
             self.paused = True
             if body["mode"] == "abort":
-                for request in self.running.values():
+                for request in list(self.running.values()):
                     request.aborted = True
                 self._changed.notify_all()
         return 200, {"status": "ok", "message": "Generation paused successfully."}
@@ -183,7 +183,7 @@ class FakeServer:
 
     def _abort_request(self, body: Any) -> tuple[int, Any]:
         with self._changed:
-            for rid, request in self.running.items():
+            for rid, request in list(self.running.items()):
                 if body.get("abort_all") or rid.startswith(body["rid"]):
                     request.aborted = True
             self._changed.notify_all()
@@ -285,6 +285,7 @@ class _Http(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: _Http
 
     def setup(self) -> None:
@@ -306,7 +307,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         route = self.path.partition("?")[0]
-        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
+        raw = self.rfile.read(length)
+        if len(raw) < length:
+            raise ConnectionError("the client went away")
         fake, kind = self.server.fake, self.server.fake.take_fault(route)
         body = json.loads(raw) if raw else {}
         if kind in ("silent", "stall") or isinstance(kind, int):

@@ -1,5 +1,7 @@
 """An engine of the tiny model on fake servers, with short patience, and what its samples must be."""
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +12,13 @@ import numpy as np
 from tests.rollout.sglang.fake_server import FakeServer, expected
 from tests.tiny import tiny_config, tiny_params
 from triage_jax.model import Numerics
-from triage_jax.rollout import Request, Sample, SamplingParams
+from triage_jax.rollout import EngineError, Request, Sample, SamplingParams
 from triage_jax.rollout.sglang import SglangConfig, SglangEngine
 
 CONFIG = tiny_config()
 WEIGHTS = [tiny_params(CONFIG, seed) for seed in range(3)]
 SAMPLING = SamplingParams(max_new_tokens=12)
+LONG = SamplingParams(max_new_tokens=40)
 FLOAT32 = Numerics(execution="float32")
 
 
@@ -64,3 +67,39 @@ def check(
         np.testing.assert_array_equal(sample.logprobs, np.array(logprobs, np.float32))
         assert sample.weight_versions.tolist() == [version] * len(tokens)
         assert sample.finish_reason == ("stop" if tokens[-1] == 1 else "length")
+
+
+def in_thread(
+    engine: SglangEngine, asked: list[Request], sampling: SamplingParams
+) -> tuple[threading.Thread, list[Sample], list[EngineError]]:
+    """A running thread, and the lists in which it leaves the samples or the error."""
+    found: list[Sample] = []
+    failures: list[EngineError] = []
+
+    def run() -> None:
+        try:
+            found.extend(engine.generate(asked, sampling))
+        except EngineError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found, failures
+
+
+def until_busy(*servers: FakeServer, tokens: int = 0, seconds: float = 10.0) -> None:
+    """Wait until each server runs a request that has drawn more than `tokens` tokens."""
+    deadline = time.monotonic() + seconds
+    while not all(
+        any(len(one.tokens) > tokens for one in list(server.running.values())) for server in servers
+    ):
+        assert time.monotonic() < deadline, "no request arrived"
+        time.sleep(0.005)
+
+
+def until_live(engine: SglangEngine, count: int, seconds: float = 10.0) -> None:
+    """Wait until so many servers take part."""
+    deadline = time.monotonic() + seconds
+    while engine.metrics()["engine/servers_live"] < count:
+        assert time.monotonic() < deadline, "the server was not taken back"
+        time.sleep(0.02)

@@ -10,13 +10,22 @@ import numpy as np
 import pytest
 
 from tests.rollout.sglang.fake_server import FakeServer, drawn, fake_servers, response_length
-from tests.rollout.sglang.rig import CONFIG, FLOAT32, SAMPLING, WEIGHTS, check, engine_on, requests
+from tests.rollout.sglang.rig import (
+    CONFIG,
+    FLOAT32,
+    LONG,
+    SAMPLING,
+    WEIGHTS,
+    check,
+    engine_on,
+    in_thread,
+    requests,
+    until_busy,
+)
 from triage_jax.model import forward, head_of, load_model, token_logprobs
 from triage_jax.rollout import Engine, EngineError, SamplingParams
 from triage_jax.rollout.sglang import RefitFailed
 from triage_jax.rollout.sglang.probe import make_probe
-
-LONG = SamplingParams(max_new_tokens=40)
 
 
 def test_samples_are_those_of_the_pushed_weights_in_order(tmp_path):
@@ -86,13 +95,12 @@ def test_a_refit_falls_into_running_samples(tmp_path, pause):
         engine_on([server], tmp_path, pause=pause) as engine,
     ):
         engine.update_weights(WEIGHTS[0], 0)
-        asked, samples = requests(12), []
-        sampling = threading.Thread(target=lambda: samples.extend(engine.generate(asked, LONG)))
-        sampling.start()
-        while not any(len(running.tokens) > 3 for running in list(server.running.values())):
-            time.sleep(0.005)
+        asked = requests(12)
+        thread, samples, failures = in_thread(engine, asked, LONG)
+        until_busy(server, tokens=3)
         engine.update_weights(WEIGHTS[1], 1)
-        sampling.join()
+        thread.join()
+        assert failures == []
         assert [sample.uid for sample in samples] == [request.uid for request in asked]
         mixed = 0
         for sample, request in zip(samples, asked, strict=True):
@@ -113,14 +121,13 @@ def test_samples_cut_off_by_a_refit_are_drawn_again(tmp_path):
         engine_on([server], tmp_path, pause="abort") as engine,
     ):
         engine.update_weights(WEIGHTS[0], 0)
-        asked, samples = requests(6), []
-        sampling = threading.Thread(target=lambda: samples.extend(engine.generate(asked, LONG)))
-        sampling.start()
-        while not any(len(running.tokens) > 3 for running in list(server.running.values())):
-            time.sleep(0.005)
+        asked = requests(6)
+        thread, samples, failures = in_thread(engine, asked, LONG)
+        until_busy(server, tokens=3)
         engine.metrics()
         engine.update_weights(WEIGHTS[1], 1)
-        sampling.join()
+        thread.join()
+        assert failures == []
         again = [sample for sample in samples if sample.weight_versions[0] == 1]
         assert len(again) == engine.metrics()["engine/aborted_resubmitted"] > 0
         where = {request.uid: request for request in asked}
@@ -162,23 +169,16 @@ def test_an_interrupt_aborts_what_runs_and_leaves_the_engine_usable(tmp_path):
 
 
 def test_close_ends_a_call_that_waits_with_an_error(tmp_path):
-    failures = []
-
-    def sample(engine):
-        try:
-            engine.generate(requests(5), LONG)
-        except EngineError as error:
-            failures.append(str(error))
-
     with fake_servers(1, token_seconds=0.05) as [server], engine_on([server], tmp_path) as engine:
         engine.update_weights(WEIGHTS[0], 0)
-        thread = threading.Thread(target=sample, args=(engine,))
-        thread.start()
-        while not server.running:
-            time.sleep(0.005)
+        thread, found, failures = in_thread(engine, requests(5), LONG)
+        until_busy(server)
         engine.close()
         thread.join()
-        assert failures == ["the engine was closed, or the call cut off, before it ended"]
+        assert found == []
+        assert [str(failure) for failure in failures] == [
+            "the engine was closed, or the call cut off, before it ended"
+        ]
         assert server.routes("/abort_request")
         with pytest.raises(EngineError, match="the engine is closed"):
             engine.generate(requests(1), SAMPLING)

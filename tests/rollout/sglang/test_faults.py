@@ -6,13 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.sglang.fake_server import FakeServer, fake_servers
-from tests.rollout.sglang.rig import SAMPLING, WEIGHTS, check, engine_on, requests
-from triage_jax.rollout import EngineError, SamplingParams
+from tests.rollout.sglang.fake_server import fake_servers
+from tests.rollout.sglang.rig import (
+    LONG,
+    SAMPLING,
+    WEIGHTS,
+    check,
+    engine_on,
+    in_thread,
+    requests,
+    until_busy,
+    until_live,
+)
+from triage_jax.rollout import EngineError
 from triage_jax.rollout.sglang import RefitFailed
 from triage_jax.rollout.sglang.errors import BadResponse, ServerFailed, ServerGone, Unauthorized
-
-LONG = SamplingParams(max_new_tokens=40)
 
 
 def _edit(**changes):
@@ -120,25 +128,6 @@ def test_a_stall_ends_at_the_deadline(tmp_path):
         check(engine.generate(asked, SAMPLING), asked, server.weights, 0)
 
 
-def _sampling_in_thread(engine, asked, sampling=LONG):
-    found, failures = [], []
-
-    def run():
-        try:
-            found.extend(engine.generate(asked, sampling))
-        except EngineError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, found, failures
-
-
-def _until_busy(*servers: FakeServer) -> None:
-    while not all(server.running for server in servers):
-        time.sleep(0.005)
-
-
 def test_a_server_that_dies_is_left_out_and_nothing_is_lost(tmp_path):
     with (
         fake_servers(2, token_seconds=0.01) as servers,
@@ -146,8 +135,8 @@ def test_a_server_that_dies_is_left_out_and_nothing_is_lost(tmp_path):
     ):
         engine.update_weights(WEIGHTS[0], 0)
         asked = requests(40)
-        thread, found, failures = _sampling_in_thread(engine, asked)
-        _until_busy(*servers)
+        thread, found, failures = in_thread(engine, asked, LONG)
+        until_busy(*servers)
         servers[0].kill()
         thread.join()
         assert failures == []
@@ -159,18 +148,11 @@ def test_a_server_that_dies_is_left_out_and_nothing_is_lost(tmp_path):
         again = requests(5, seed=1)
         check(engine.generate(again, SAMPLING), again, servers[1].history["step-1"], 1)
         servers[0].restart()
-        _until_live(engine, 2)
+        until_live(engine, 2)
         assert servers[0].weights == servers[1].weights
         servers[1].calls.clear()
         check(engine.generate(asked, SAMPLING), asked, servers[0].weights, 1)
         assert servers[0].most_running > 0
-
-
-def _until_live(engine, count: int, seconds: float = 8.0) -> None:
-    deadline = time.monotonic() + seconds
-    while engine.metrics()["engine/servers_live"] < count:
-        assert time.monotonic() < deadline, "the server was not taken back"
-        time.sleep(0.02)
 
 
 def test_the_only_server_restarts_while_it_samples(tmp_path):
@@ -178,8 +160,8 @@ def test_the_only_server_restarts_while_it_samples(tmp_path):
     with fake_servers(1, token_seconds=0.01) as [server], engine_on([server], tmp_path) as engine:
         engine.update_weights(WEIGHTS[0], 3)
         asked = requests(30)
-        thread, found, failures = _sampling_in_thread(engine, asked)
-        _until_busy(server)
+        thread, found, failures = in_thread(engine, asked, LONG)
+        until_busy(server)
         server.kill()
         server.calls.clear()
         server.restart()
@@ -199,7 +181,7 @@ def test_a_server_restarted_between_two_steps_is_noticed(tmp_path, label):
         servers[0].restart()
         asked = requests(30)
         check(engine.generate(asked, SAMPLING), asked, servers[1].weights, 3)
-        _until_live(engine, 2)
+        until_live(engine, 2)
         assert servers[0].weights == servers[1].weights
 
 
@@ -218,7 +200,7 @@ def test_a_server_that_is_gone_for_good(tmp_path):
         assert engine.weight_version == 0
         for server in servers:
             server.restart()
-        _until_live(engine, 1)
+        until_live(engine, 1)
         asked = requests(4)
         check(engine.generate(asked, SAMPLING), asked, servers[0].history["step-0"], 0)
 
@@ -232,7 +214,7 @@ def test_servers_that_are_not_up_yet_are_waited_for(tmp_path):
         engine.update_weights(WEIGHTS[0], 0)
         later.join()
         servers[0].restart()
-        _until_live(engine, 2)
+        until_live(engine, 2)
 
 
 def _refused(_):
@@ -336,8 +318,8 @@ def test_samples_drawn_before_the_probe_failed_are_drawn_again(tmp_path):
     ):
         engine.update_weights(WEIGHTS[0], 0)
         asked = requests(8)
-        thread, found, failures = _sampling_in_thread(engine, asked)
-        _until_busy(*servers)
+        thread, found, failures = in_thread(engine, asked, LONG)
+        until_busy(*servers)
         servers[0].score = fails_late
         engine.update_weights(WEIGHTS[1], 1)
         thread.join()

@@ -270,7 +270,9 @@ class Fleet:
             await asyncio.wait([call])
         finally:
             del server.calls[rid]
-            if not call.done() or call.cancelled():
+            if call.done() and not call.cancelled():
+                call.exception()  # looked at, or asyncio complains where a cancellation comes first
+            else:
                 call.cancel()
                 self._abort(server, rid, call)
         if call.cancelled():
