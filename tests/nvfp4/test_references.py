@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.golden import load
 from tests.nvfp4 import twin
 from tests.nvfp4.test_quantize import INPUTS, JITTED, bf16
-from triage_jax.nvfp4 import QuantSpec, from_quantized, quantize, to_operand, unpack
+from triage_jax.nvfp4 import QuantSpec, dequantize, from_quantized, quantize, to_operand, unpack
 from triage_jax.nvfp4.rules import RULES
 
 REFERENCES = {
@@ -49,6 +51,9 @@ EXCLUDED = {(name, f"fouroversix_{kind}") for name in ("tiny", "wide") for kind 
 """That package differs from Transformer Engine in every scale of `tiny` and in 2 to 4 scales of `wide` (near ties
 and subnormal scales), and leaves codes of 0 where a block scale is 0.
 """
+
+
+OPERAND = jax.jit(to_operand, static_argnums=1)
 
 
 def codes_of(golden: dict[str, np.ndarray], entry: str) -> np.ndarray:
@@ -131,9 +136,37 @@ def test_equals_twin_on_fresh_inputs(spec):
         x = awkward(magnitude)
         q = JITTED(jnp.asarray(x), spec)
         assert_equals(q, twin.quantize(x, **dataclasses.asdict(spec)))
-        operand, expected = jax.jit(to_operand, static_argnums=1)(jnp.asarray(x), spec), from_quantized(q)
+        operand, expected = OPERAND(jnp.asarray(x), spec), from_quantized(q)
         np.testing.assert_array_equal(operand.values, expected.values)
         np.testing.assert_array_equal(operand.scale, expected.scale)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_bad_numbers_stay_bad_and_within_their_scope(bad):
+    x = jnp.ones((35, 64)).at[4, 20].set(bad).at[5, 3].set(-0.2)
+    for spec in FRESH:
+        q, operand = JITTED(x, spec), OPERAND(x, spec)
+        back = np.asarray(dequantize(q))
+        np.testing.assert_array_equal(operand.values.astype(jnp.float32) * operand.scale, back, str(spec))
+        lost = ~np.isfinite(back)
+        rows = {"tensor": range(35), "row": [4], "static": [], "shard": range(35 // (spec.shards or 1))}
+        if np.isnan(bad):
+            assert lost[4, 16:32].all(), spec
+        assert lost[list(rows[spec.scope])].all(), spec
+        assert not np.delete(lost, range(16), axis=0).any() or spec.scope == "tensor", spec
+
+
+@pytest.mark.parametrize(
+    "spec", [QuantSpec(scope="shard", shards=8), QuantSpec(four_over_six="mae", tile="16x16")]
+)
+def test_sharded_equals_whole(spec):
+    """Data-parallel shards that lie on devices of their own, and tiles and sums that devices share."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("a", "b"))
+    x = jax.random.normal(jax.random.key(np.random.default_rng().integers(1 << 31)), (32, 64), jnp.bfloat16)
+    whole = JITTED(x, spec)
+    for partition in (P(("a", "b"), None), P("a", "b")):
+        sharded = JITTED(jax.device_put(x, NamedSharding(mesh, partition)), spec)
+        jax.tree.map(np.testing.assert_array_equal, sharded, whole)
 
 
 @pytest.mark.parametrize("spec", [QuantSpec(four_over_six="mse"), QuantSpec(rule="flashinfer", scope="row")])
