@@ -23,7 +23,7 @@ from triage_jax.config import TrainConfig, from_dict, load_yaml
 from triage_jax.model import ModelConfig
 from triage_jax.run import make_learner
 
-# Sizes as their `config.json` states them; another architecture is one more entry once `ModelConfig` reads it.
+# Sizes as their `config.json` states them.
 MODELS = {
     "qwen3-4b": ModelConfig(
         architecture="qwen3",
@@ -39,6 +39,24 @@ MODELS = {
         tie_embeddings=True,
         qk_norm=True,
         max_position_embeddings=40_960,
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        architecture="qwen3_moe",
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=768,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_embeddings=False,
+        qk_norm=True,
+        max_position_embeddings=40_960,
+        num_experts=128,
+        experts_per_token=8,
+        norm_topk_prob=True,
     ),
 }
 

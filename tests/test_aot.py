@@ -1,0 +1,196 @@
+"""Programs compiled for GPUs that are not here: FP4 products where the hardware has them, collectives, memory."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.tiny import tiny_config
+from triage_jax import aot
+from triage_jax.learner import Learner, LearnerConfig, MeshConfig
+from triage_jax.model import Numerics
+from triage_jax.nvfp4 import DotRecipe, QuantSpec, quantize, quantized_dot
+from triage_jax.nvfp4.native import block_scaled_product
+
+FP4 = "__cudnn$blockScaledDot"
+QUICK = {"xla_gpu_autotune_level": "0"}
+"""Without a device there is nothing to time"""
+ROW = QuantSpec(scope="row")
+NATIVE = DotRecipe(weight=QuantSpec(), activation=ROW, backward="nvfp4", stochastic_rounding=False)
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    if reason := aot.unavailable():
+        pytest.skip(reason)
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def product(x, w):
+    return block_scaled_product(quantize(x, ROW), quantize(w, QuantSpec()))
+
+
+def compiled_product(target: aot.GpuTarget, *shapes: jax.ShapeDtypeStruct):
+    args = shapes or (struct(256, 512), struct(384, 512))
+    return aot.compile_for(product, args, aot.target_devices(target), QUICK)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("target", [aot.B200, aot.B300])
+def test_one_fp4_product_on_blackwell(target):
+    assert aot.custom_calls(compiled_product(target))[FP4] == 1
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_same_program_dequantises_on_hopper():
+    compiled = compiled_product(aot.H200)
+    assert FP4 not in aot.custom_calls(compiled)
+    text = compiled.as_text()
+    assert "f4e2m1fn" in text
+    assert " dot(" in text or "__cublas" in text
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_stack_of_experts_is_one_product():
+    assert aot.custom_calls(compiled_product(aot.B200, struct(8, 64, 256), struct(8, 128, 256)))[FP4] == 1
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("cudnn", "products"), [("", 0), ("9.9.0", 0), ("9.10.0", 1)])
+def test_an_old_cudnn_dequantises_in_silence(cudnn, products):
+    """What the doctor's smallest cuDNN rests on."""
+    assert aot.custom_calls(compiled_product(replace(aot.B200, cudnn=cudnn)))[FP4] == products
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("backward", "products"), [("nvfp4", 3), ("bf16", 1)])
+def test_forward_and_gradient(backward, products):
+    """fprop, dgrad and wgrad, the last on rotated operands; or the forward product alone."""
+    recipe = replace(NATIVE, backward=backward)
+
+    def loss(x, w):
+        return jnp.sum(quantized_dot(x, w, recipe, "scaled_matmul").astype(jnp.float32) ** 2)
+
+    args = struct(256, 512), struct(384, 512)
+    compiled = aot.compile_for(jax.grad(loss, (0, 1)), args, aot.target_devices(aot.B200), QUICK)
+    assert aot.custom_calls(compiled)[FP4] == products
+
+
+@pytest.mark.usefixtures("compiler")
+def test_experts_over_eight_devices():
+    """Two experts on each of four devices, rows over two: no collective but the scope's maximum."""
+    mesh = Mesh(
+        np.asarray(aot.target_devices(aot.B200, 8)).reshape(4, 2),
+        ("expert", "row"),
+        axis_types=(AxisType.Auto,) * 2,
+    )
+    x, w = (
+        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
+        for s, spec in ((struct(8, 64, 256), P("expert", "row")), (struct(8, 128, 256), P("expert")))
+    )
+    compiled = aot.compile_for(product, (x, w), tuple(mesh.devices.flat), QUICK)
+    assert aot.custom_calls(compiled)[FP4] == 1
+    assert set(aot.collectives(compiled)) == {"all-reduce"}
+
+
+def learner(execution: str) -> Learner:
+    return Learner(
+        # Key heads divide over `fsdp`: XLA would split a head otherwise, which JAX cannot name for a native product.
+        model=tiny_config(
+            hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=4, vocab_size=512
+        ),
+        numerics=Numerics(execution=execution, layers="linear", activation=ROW),
+        settings=LearnerConfig(mesh=MeshConfig(data=2, fsdp=4)),
+    )
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    ("execution", "products"),
+    [
+        ("scaled_matmul", 13),
+        pytest.param("emulated", 0, marks=pytest.mark.slow),
+        pytest.param("bf16", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_an_update_over_eight_gpus(execution, products):
+    """Seven products in the scan over layers; recomputed for the gradient, all but the last, whose result it never uses."""
+    rows, prompt, response = 16, 32, 96
+    compiled = aot.compile_update(
+        learner(execution), aot.B200, rows=rows, prompt_tokens=prompt, new_tokens=response, options=QUICK
+    )
+    assert aot.custom_calls(compiled)[FP4] == products
+    found = aot.collectives(compiled)
+    assert found["all-gather"] > 0  # a layer's weights
+    assert found["reduce-scatter"] + found["all-reduce"] > 0  # their gradient
+    memory = aot.device_memory(compiled)
+    # Float32 weights and two moments over four devices; tokens, masks and two log-probabilities over eight.
+    model = learner(execution).model
+    matrices = 512 * 128 + 2 * (128 * (2 * 128 + 2 * 64) + 3 * 128 * 256)
+    batch = rows * ((prompt + response) * (4 + 1) + response * (1 + 4 + 4) + 4) / 8
+    assert model.num_layers == 2
+    assert memory["arguments"] == pytest.approx(12 * matrices / 4 + batch, rel=0.05)
+    assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    def missing(**_):
+        raise NotImplementedError("topology not implemented for cuda\nand more")
+
+    monkeypatch.setattr(aot.topologies, "get_topology_desc", missing)
+    target = replace(aot.H200, name="H200 of this test")
+    with pytest.raises(
+        aot.AotError, match=rf"\(topology not implemented for cuda\).*jax-cuda13-pjrt=={jax.__version__}"
+    ):
+        aot.target_devices(target, 2)
+
+
+def test_a_missing_ptxas_is_named():
+    class Lowered:
+        def compile(self, compiler_options):
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: No PTX compilation provider is available. Neither")
+
+    def fn():
+        """A function that looks jitted."""
+
+    fn.lower = Lowered
+    with pytest.raises(aot.AotError, match="nvidia-cuda-nvcc"):
+        aot.compile_for(fn, (), jax.devices())
+
+
+def test_collectives_and_calls_are_read_off_the_program():
+    class Program(jax.stages.Compiled):
+        def __init__(self) -> None:
+            """Nothing was compiled."""
+
+        def as_text(self) -> str:
+            return """
+            %a = f32[8] all-gather-start(%x), %b = f32[8] all-gather-done(%a), %c = f32[8]{0} all-reduce(%b)
+            %d = f32[8]{0} ragged-all-to-all(%c), %e = f32[8]{0} all-to-all(%d)
+            %f = f32[8] custom-call(%e), custom_call_target="__cudnn$blockScaledDot"
+            """
+
+    assert aot.collectives(Program()) == {
+        "all-gather": 1,
+        "all-reduce": 1,
+        "ragged-all-to-all": 1,
+        "all-to-all": 1,
+    }
+    assert aot.custom_calls(Program()) == {FP4: 1}
+
+
+@pytest.mark.parametrize("target", aot.TARGETS.values())
+def test_descriptions_are_well_formed(target):
+    """Braces in pairs, and what XLA decides the FP4 product by."""
+    text = target.description()
+    assert text.count("{") == text.count("}") == 2
+    major, minor = target.compute_capability
+    assert f"cuda_compute_capability {{ major: {major} minor: {minor} }}" in text
+    assert 'dnn_version: "9.28.0"' in text
