@@ -121,7 +121,7 @@ def learner(execution: str) -> Learner:
     ],
 )
 def test_an_update_over_eight_gpus(execution, products):
-    """Seven products in the scan over layers; recomputed for the gradient, all but the last, whose result it never uses."""
+    """Seven products a layer; recomputed for the gradient, all but the last, whose result it never uses."""
     rows, prompt, response = 16, 32, 96
     compiled = aot.compile_update(
         learner(execution), aot.B200, rows=rows, prompt_tokens=prompt, new_tokens=response, options=QUICK
