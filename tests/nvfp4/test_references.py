@@ -14,7 +14,9 @@ from tests.golden import load
 from tests.nvfp4 import twin
 from tests.nvfp4.test_quantize import INPUTS, JITTED, bf16
 from triage_jax.nvfp4 import QuantSpec, dequantize, from_quantized, quantize, to_operand, unpack
+from triage_jax.nvfp4.four_over_six import block_error
 from triage_jax.nvfp4.rules import RULES
+from triage_jax.nvfp4.scales import block_amax, global_scales
 
 REFERENCES = {
     "te_4o6_256_mae": QuantSpec(four_over_six="mae", bound=256),
@@ -179,6 +181,28 @@ def test_stays_as_written_under_scan_and_vmap(spec):
         expected = twin.quantize(x[i], **dataclasses.asdict(spec))
         assert_equals(jax.tree.map(lambda v, i=i: v[i], scanned), expected)
         assert_equals(jax.tree.map(lambda v, i=i: v[i], mapped), expected)
+
+
+@pytest.mark.parametrize("rule", ["te", "flashinfer"])
+@pytest.mark.parametrize("error", ["mae", "mse"])
+def test_errors_are_sums_of_rounded_terms(rule, error):
+    """Bit for bit; a contraction of a product and the addition after it would show in one sum of ten."""
+    x = np.random.default_rng().standard_normal((2, 256, 64)).astype(np.float32)
+    spec = QuantSpec(rule=rule, four_over_six=error)
+
+    def errors(x):
+        amax = block_amax(x, spec)
+        return block_error(x, jnp.full(amax.shape, 96.0), global_scales(amax, spec), spec)
+
+    scanned = jax.lax.scan(lambda c, v: (c, errors(v)), None, jnp.asarray(x))[1]
+    for i, one in enumerate(x):
+        amax = np.abs(one).max()
+        encode, decode = twin.GLOBAL[twin.chain_of(rule, "tensor")](amax, np.float32(2688), np.asarray)
+        score = decode if rule == "flashinfer" else None
+        scales = np.full((256, 4), 0x6C, np.uint8)  # 96
+        expected = twin.block_error(one, scales, encode, amax, score, "1x16", error, 448, np.asarray)
+        np.testing.assert_array_equal(jax.jit(errors)(jnp.asarray(one)), expected)
+        np.testing.assert_array_equal(scanned[i], expected)
 
 
 def test_four_over_six_worked_example():

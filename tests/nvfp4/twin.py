@@ -163,19 +163,21 @@ def block_encode(s, encode, f):
 def best_of_four_and_six(x, b, encode, amax, score, tile, error, bound, f):
     base = f(encode * f(b / F32(6)))
     candidates = [nearest(base, E4M3), nearest(f(base * F32(1.5)), E4M3)]
-    errors = []
-    for scales in candidates:
-        s = np.repeat(E4M3[scales].astype(F32), 16, axis=-1)
-        y = f(x * block_encode(s, encode, f))
-        q = np.copysign(E2M1[nearest(np.abs(y), E2M1)].astype(F32), y)
-        back = f(f(q * s) * amax) / F32(6 * bound) if score is None else f(q * s) * score
-        off = f(f(back) - x)
-        terms = (np.abs(off) if error == "mae" else f(off * off)).reshape(*b.shape, 16)
-        total = np.zeros(b.shape, F32)
-        for i in range(16):
-            total = f(total + terms[..., i])
-        errors.append(tile_errors(total, f) if tile == "16x16" else total)
+    errors = [block_error(x, scales, encode, amax, score, tile, error, bound, f) for scales in candidates]
     return np.where(errors[1] < errors[0], candidates[1], candidates[0])
+
+
+def block_error(x, scales, encode, amax, score, tile, error, bound, f):
+    s = np.repeat(E4M3[scales].astype(F32), 16, axis=-1)
+    y = f(x * block_encode(s, encode, f))
+    q = np.copysign(E2M1[nearest(np.abs(y), E2M1)].astype(F32), y)
+    back = f(f(q * s) * amax) / F32(6 * bound) if score is None else f(q * s) * score
+    off = f(f(back) - x)
+    terms = (np.abs(off) if error == "mae" else f(off * off)).reshape(*scales.shape, 16)
+    total = np.zeros(scales.shape, F32)
+    for i in range(16):
+        total = f(total + terms[..., i])
+    return tile_errors(total, f) if tile == "16x16" else total
 
 
 def tile_errors(error, f):
