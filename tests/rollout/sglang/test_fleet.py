@@ -81,6 +81,11 @@ async def _sleep(seconds: float, log: list[str], begun: threading.Event | None =
     return "done"
 
 
+def _fail(begun: threading.Event) -> None:
+    begun.wait()
+    raise ZeroDivisionError
+
+
 async def _note(log: list[str]) -> None:
     log.append("finished")
 
@@ -91,8 +96,7 @@ def test_the_loop_runs_for_several_threads_and_ends(tmp_path):
     assert loop.run(_sleep(0.01, log)) == "done"
     begun = threading.Event()
     with pytest.raises(ZeroDivisionError), loop.start(_sleep(60, log, begun)):
-        begun.wait()
-        raise ZeroDivisionError
+        _fail(begun)
     assert log == ["cleaned up"]
     begun.clear()
     job = loop.start(_sleep(60, log, begun))

@@ -18,6 +18,7 @@ from triage_jax.rollout.sglang.weights import MANIFEST, WeightStore, validate
 
 CONFIG = tiny_config()
 PARAMS = tiny_params(CONFIG)
+OTHERS = tiny_params(CONFIG, seed=1)
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -54,13 +55,29 @@ def test_the_digest_follows_the_rounded_weights_and_nothing_else(store):
     assert store.write(changed, CONFIG, 2).digest != first.digest
 
 
-def test_a_version_written_again_is_replaced(store):
+def test_a_version_of_an_earlier_run_is_replaced(store, tmp_path):
     first = store.write(PARAMS, CONFIG, 7)
-    second = store.write(tiny_params(CONFIG, seed=1), CONFIG, 7)
+    store.close()
+    resumed = WeightStore(tmp_path / "weights", keep=2)
+    second = resumed.write(OTHERS, CONFIG, 7)
     assert first.path == second.path
     assert first.digest != second.digest
     validate(second.path)
     assert sorted(path.name for path in second.path.parent.iterdir()) == [".lock", "step-7"]
+    resumed.close()
+
+
+def test_within_a_run_a_version_names_one_set_of_weights(store):
+    first = store.write(PARAMS, CONFIG, 7)
+    written = (first.path / "model.safetensors").stat().st_mtime_ns
+    assert store.write(PARAMS, CONFIG, 7) == first
+    with pytest.raises(
+        EngineError, match=r"version 7 names other weights already.*accepted: a version above 7"
+    ):
+        store.write(OTHERS, CONFIG, 7)
+    # A server that comes back may load it at any time.
+    assert (first.path / "model.safetensors").stat().st_mtime_ns == written
+    validate(first.path)
 
 
 def _flip(path):

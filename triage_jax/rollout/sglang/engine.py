@@ -57,7 +57,6 @@ class SglangEngine:
         self._fleet = Fleet([Client(url, config, limits) for url in config.urls], config, limits)
         self._loop = LoopThread("sglang engine")
         self._refit = threading.Lock()
-        self._pushed: dict[int, str] = {}
         self._version = -1
         self._refit_metrics: dict[str, float] = {}
 
@@ -86,11 +85,6 @@ class SglangEngine:
         with self._refit:
             started = time.perf_counter()
             snapshot = self._store.write(params, self._model, version, self._tokenizer_from)
-            if self._pushed.setdefault(version, snapshot.digest) != snapshot.digest:
-                raise EngineError(
-                    f"version {version} names other weights already, and no sample could tell the two apart; "
-                    f"accepted: a version above {max(self._pushed)}"
-                )
             length = self._config.probe_tokens
             probe = make_probe(params, self._model, self._numerics, length) if length else None
             self._loop.run(

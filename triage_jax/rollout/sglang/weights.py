@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -61,6 +62,8 @@ class WeightStore:
     def __init__(self, root: str | Path, keep: int) -> None:
         self._root = Path(root).absolute()
         self._keep = keep
+        self._written: dict[int, str] = {}
+        """Digest of each version this run has used"""
         self._root.mkdir(parents=True, exist_ok=True)
         self._lock = (self._root / ".lock").open("w")
         try:
@@ -77,30 +80,37 @@ class WeightStore:
     def write(
         self, params: Params, config: ModelConfig, version: int, tokenizer_from: Path | None = None
     ) -> Snapshot:
-        """Write the weights, rounded to BF16, with a manifest of what the learner holds; replaces an older one.
+        """Write the weights, rounded to BF16, with a manifest of what the learner holds.
 
-        The directory appears under its name complete and checked, or not at all. Raises RefitFailed for weights that
-        are not finite, a file that does not read back as written, or a disk that refuses.
+        The directory appears under its name complete and checked, or not at all; one of an earlier run is replaced.
+        Raises RefitFailed for weights that are not finite, a file that does not read back as written, or a disk that
+        refuses; EngineError for a version that this run gave to other weights.
         """
         path = self._root / version_label(version)
+        manifest = _manifest(params, config)
+        snapshot = Snapshot(version=version, path=path, digest=_digest(manifest), size=_size(manifest))
+        known = self._written.get(version, snapshot.digest)
+        if version in self._written and known == snapshot.digest and path.exists():
+            return snapshot
+        if known != snapshot.digest:
+            raise EngineError(
+                f"version {version} names other weights already, and no sample could tell the two apart; "
+                f"accepted: a version above {max(self._written)}"
+            )
         staging = path.with_name(f".{path.name}.new")
         try:
             shutil.rmtree(staging, ignore_errors=True)
             save_model(staging, params, config, tokenizer_from=tokenizer_from)
-            manifest = _manifest(params, config)
             _write_synced(staging / MANIFEST, manifest)
             validate(staging)
             _replace(staging, path)
-        except RefitFailed:
+        except (RefitFailed, ModelError, OSError) as error:
+            what = f"the weights of version {version} could not be written: {error}"
+            raise RefitFailed(what, url=str(path)) from error
+        finally:
             shutil.rmtree(staging, ignore_errors=True)
-            raise
-        except (ModelError, OSError) as error:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise RefitFailed(
-                f"the weights of version {version} could not be written: {error}", url=str(path)
-            ) from error
-        size = sum(DTYPE.itemsize * int(np.prod(entry["shape"])) for entry in manifest.values())
-        return Snapshot(version=version, path=path, digest=_digest(manifest), size=size)
+        self._written[version] = snapshot.digest
+        return snapshot
 
     def versions(self) -> list[int]:
         """Versions on disk, oldest first."""
@@ -189,6 +199,10 @@ def _entry(array: np.ndarray) -> TensorEntry:
     array = np.ascontiguousarray(array)
     digest = hashlib.sha256(array.view(np.uint8)).hexdigest()
     return TensorEntry(shape=list(array.shape), dtype=array.dtype.name, sha256=digest)
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(DTYPE.itemsize * math.prod(entry["shape"]) for entry in manifest.values())
 
 
 def _digest(manifest: Manifest) -> str:
