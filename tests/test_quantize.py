@@ -163,7 +163,7 @@ def test_the_command_line(model, tmp_path, capsys):
     assert main([*arguments, "--dry-run"]) == 0
     assert not target.exists()
     assert "stays: lm_head" in capsys.readouterr().out
-    assert main([*arguments, "--keep-last", "1", "--input-scale", "0.5"]) == 0
+    assert main([*arguments, "--high-precision-layers", "1", "--input-scale", "0.5"]) == 0
     out = capsys.readouterr().out
     assert "NVFP4 (te, 16x16): 7 weights of 1 layers in 4 groups" in out
     assert "sizes that are no multiple of 32" in out

@@ -93,7 +93,7 @@ def test_experts_leaves_a_dense_layer_alone():
 
 def test_last_layers_and_globs_stay():
     shapes = dense(12)
-    kept = Selection(keep_last=1, exclude=("model.layers.1.*",)).select(shapes)
+    kept = Selection(high_precision_layers=1, exclude=("model.layers.1.*",)).select(shapes)
     assert {module.split(".")[2] for module in modules(kept)} == {str(i) for i in range(11)} - {"1"}
     listed = ignored_modules(shapes, kept)
     # Patterns of layer 1 must not reach layers 10 and 11.
@@ -132,8 +132,8 @@ def test_experts_of_a_left_out_layer_are_one_pattern():
         (experts(1), {"exclude": ("*.experts.1.*",)}, r"mlp\.experts: .*experts\.1\.gate_proj would stay BF16"),
         (experts(1), {"exclude": ("*.experts.*.down_proj",)}, r"mlp\.experts: "),
         (dense(1), {"exclude": ("model.layer.*",)}, r"exclude 'model\.layer\.\*': matches no projection"),
-        (dense(2), {"keep_last": 2}, "nothing is left to quantise among 14 projections in 2 layers"),
-        (dense(1), {"layers": "experts"}, "layers 'experts' .* nothing is left"),
+        (dense(2), {"high_precision_layers": 2}, "nothing is left to quantise among 14 projections in 2 layers"),
+        (dense(1), {"layers": "experts"}, "layers 'experts', .* nothing is left"),
         ({}, {}, "nothing is left to quantise among 0 projections"),
         (
             dense(1) | {"model.layers.0.mlp.down_proj.weight": (32, 40)},
@@ -154,8 +154,8 @@ def test_refusals_name_the_weight(shapes, settings, message):
 
 
 def test_bad_settings():
-    with pytest.raises(ValueError, match="keep_last is -1"):
-        Selection(keep_last=-1)
+    with pytest.raises(ValueError, match="high_precision_layers is -1"):
+        Selection(high_precision_layers=-1)
 
 
 @pytest.mark.sglang
@@ -166,7 +166,7 @@ def test_sglang_quantises_what_was_selected():
     dense_part = {name.replace("layers.", "layers.2"): shape for name, shape in dense(10).items()}
     shapes = experts(2) | dense_part
     selection = Selection(
-        layers="linear", keep_last=1, exclude=("model.layers.0.*", "*.21.*_proj", "*.down_proj")
+        layers="linear", high_precision_layers=1, exclude=("model.layers.0.*", "*.21.*_proj", "*.down_proj")
     )
     # All experts of layer 1 would be split by the last glob.
     shapes = {name: shape for name, shape in shapes.items() if "experts" not in name or "down" not in name}

@@ -32,14 +32,14 @@ class Selection:
     """mlp: gate, up and down, of experts too; experts: those of experts only; linear: attention projections as well"""
     exclude: tuple[str, ...] = ()
     """Globs over module names, such as 'model.layers.0.*'; what they match stays BF16"""
-    keep_last: int = 0
-    """So many last layers stay BF16"""
+    high_precision_layers: int = 0
+    """Last layers that stay in BF16"""
 
     def __post_init__(self) -> None:
         if self.layers not in get_args(LAYERS):
             raise ValueError(f"layers is {self.layers!r}; accepted: {', '.join(get_args(LAYERS))}")
-        if self.keep_last < 0:
-            raise ValueError(f"keep_last is {self.keep_last}; accepted: 0 or more")
+        if self.high_precision_layers < 0:
+            raise ValueError(f"high_precision_layers is {self.high_precision_layers}; accepted: 0 or more")
 
     def select(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Group]:
         """Groups of modules to quantise among tensors of these names and shapes, in order.
@@ -60,8 +60,9 @@ class Selection:
         chosen = [module for module, match in projections.items() if self._takes(module, match, count)]
         if not chosen:
             raise ModelError(
-                f"layers {self.layers!r} with exclude {list(self.exclude)} and keep_last {self.keep_last}: nothing "
-                f"is left to quantise among {len(projections)} projections in {count} layers"
+                f"layers {self.layers!r}, exclude {list(self.exclude)}, high_precision_layers "
+                f"{self.high_precision_layers}: nothing is left to quantise among {len(projections)} projections in "
+                f"{count} layers"
             )
         _refuse_split_units(set(chosen), projections)
         for module in chosen:
@@ -69,7 +70,7 @@ class Selection:
         return grouped(chosen)
 
     def _takes(self, module: str, match: re.Match[str], count: int) -> bool:
-        if int(match["layer"]) >= count - self.keep_last:
+        if int(match["layer"]) >= count - self.high_precision_layers:
             return False
         if any(fnmatchcase(module, glob) for glob in self.exclude):
             return False

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from triage_jax.model.config import ModelError
 from triage_jax.model.save import write_json
@@ -52,13 +53,14 @@ def write_quantized(
     *,
     input_scale: float,
     max_shard_bytes: int,
+    weight_dtype: DTypeLike = jnp.bfloat16,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write the weights of a directory: `groups` in ModelOpt's NVFP4 layout, every other tensor of `source` unchanged.
 
-    read: gives a tensor by its name. Weights are rounded to BF16 before they are quantised, as they are in a BF16
-    checkpoint. progress: is told the bytes of `source` that are done since it was last told. Raises ModelError for a
-    tensor that holds a value which is not finite.
+    read: gives a tensor by its name. weight_dtype: what weights are rounded to before they are quantised; BF16, as
+    they are in a checkpoint, unless a learner quantises its masters. progress: is told the bytes of `source` that are
+    done since it was last told. Raises ModelError for a tensor that holds a value which is not finite.
     """
     group_of = {module: group for group in groups for module in group}
     done: set[str] = set()
@@ -72,7 +74,13 @@ def write_quantized(
                 names = (name,)
             else:
                 names = tuple(module + WEIGHT for module in group)
-                _write_group(writer, group, [_bf16(read(member)) for member in names], spec, input_scale)
+                _write_group(
+                    writer,
+                    group,
+                    [_rounded(read(member), weight_dtype) for member in names],
+                    spec,
+                    input_scale,
+                )
             done.update(names)
             if progress is not None:
                 progress(sum(source[member].nbytes for member in names))
@@ -94,10 +102,8 @@ def _write_group(
             writer.write(name, tensor)
 
 
-def _bf16(tensor: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    if isinstance(tensor, np.ndarray):
-        return tensor.astype(ml_dtypes.bfloat16, copy=False)
-    return tensor.astype(jnp.bfloat16)
+def _rounded(tensor: np.ndarray | jax.Array, dtype: DTypeLike) -> np.ndarray | jax.Array:
+    return tensor.astype(dtype, copy=False) if isinstance(tensor, np.ndarray) else tensor.astype(dtype)
 
 
 def _finite(name: str, tensor: np.ndarray) -> np.ndarray:
