@@ -171,7 +171,7 @@ def test_the_only_server_restarts_while_it_samples(tmp_path):
         assert server.routes("/update_weights_from_disk") == ["/update_weights_from_disk"]
 
 
-@pytest.mark.parametrize("label", ["default", "prod-7", "step-1"])
+@pytest.mark.parametrize("label", ["default", "prod-7", "step-1", "step-2"])
 def test_a_server_restarted_between_two_steps_is_noticed(tmp_path, label):
     """Even under the label of an older version of ours: its samples are thrown away, and it gets the weights again."""
     with fake_servers(2, startup_label=label) as servers, engine_on(servers, tmp_path) as engine:

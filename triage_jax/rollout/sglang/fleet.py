@@ -258,7 +258,7 @@ class Fleet:
     async def _draw(self, server: Server, ticket: _Ticket) -> Sample:
         """One attempt. Cut off by the deadline or an interrupt, it is aborted on the server, too."""
         check_request(ticket.request, ticket.sampling, server.limits, url=server.url)
-        rid = new_rid()
+        rid, since = new_rid(), server.refits
         timeout = 2 * self._config.request_timeout  # the deadline comes first
         call = asyncio.create_task(
             server.client.generate(
@@ -280,7 +280,7 @@ class Fleet:
                 "left out while it worked on this request", url=server.url, rid=ticket.request.uid
             )
         sample = call.result()
-        await server.settled(sample)
+        await server.settled(sample, since)
         return sample
 
     def _abort(self, server: Server, rid: str, call: asyncio.Task[Sample]) -> None:

@@ -65,7 +65,10 @@ class Server:
         """Learner minus server at the last probe"""
         self._config = config
         self._limits = limits
-        self._trusted: set[int] = set()
+        self.refits = 0
+        """Counts the refits that were proven"""
+        self._proven: dict[int, int] = {}
+        """Version to the count of its refit; cleared when the server is left out"""
         self._trial: int | None = None
         self._settled = asyncio.Event()
         self._checksums: dict[str, str] = {}
@@ -80,19 +83,23 @@ class Server:
     def version_of(self, label: str) -> int | None:
         """Version of a token's label; None unless these weights were proven here, or are about to be."""
         version = parse_label(label)
-        return version if version in self._trusted or version == self._trial else None
+        return version if version in self._proven or version == self._trial else None
 
     def refuses(self, target: Target) -> bool:
         """Whether loading these weights has failed here for a reason that would not go away."""
         return self._refused == target.snapshot.version
 
-    async def settled(self, sample: Sample) -> None:
-        """Wait for the verdict on weights that drew a part of the sample; raises StaleServer if they failed."""
+    async def settled(self, sample: Sample, since: int) -> None:
+        """Wait for the verdict on weights that drew a part of the sample.
+
+        Raises StaleServer if they failed, or if they were replaced before the request was sent, at `since` refits: a
+        server that restarted may well carry the label of an older version.
+        """
         drew = set(sample.weight_versions.tolist())
         while self._trial in drew:
             await self._settled.wait()
-        if untrusted := drew - self._trusted:
-            what = f"drawn with weights that failed their refit, {version_label(min(untrusted))}"
+        if stale := [version for version in drew if self._proven.get(version, -1) < since]:
+            what = f"drawn with {version_label(min(stale))}, which is out of date or failed its refit"
             raise StaleServer(what, url=self.url, rid=sample.uid)
 
     def forgive(self) -> None:
@@ -105,7 +112,7 @@ class Server:
         self.live = False
         self.epoch += 1
         self.trouble = error
-        self._trusted.clear()
+        self._proven.clear()
         self._follows_temperature = False
         for call in self.calls.values():
             call.cancel()
@@ -120,7 +127,7 @@ class Server:
 
     async def holds(self, target: Target) -> bool:
         """Whether label and checksum say that the target's weights, proven before, are still there."""
-        if target.snapshot.version not in self._trusted or target.snapshot.digest not in self._checksums:
+        if target.snapshot.version not in self._proven or target.snapshot.digest not in self._checksums:
             return False
         info = await self._soon(self.client.model_info())
         checksum = await self._soon(self.client.checksum())
@@ -149,7 +156,8 @@ class Server:
                 self._refused = version
             raise
         else:
-            self._trusted.add(version)
+            self.refits += 1
+            self._proven[version] = self.refits
             self._refused = None
         finally:
             self._trial = None
