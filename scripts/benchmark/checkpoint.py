@@ -4,8 +4,9 @@
 
 Makes a random BF16 checkpoint with the names and proportions of Qwen3 in a folder that is removed afterwards. A copy
 reads the file and writes it with an fsync; quantising reads it, quantises gate, up and down, and writes with an fsync
-too. Rates are bytes of the source per second, the best of the repeats; both read what the page cache holds. The first,
-untimed pass compiles. The peak memory of the process is printed as well: the file's mapped pages count in it.
+too. Rates are bytes of the source per second, the best of the repeats; both read what the page cache holds. Rates per
+CPU second, over all threads, mean something on a busy machine as well. The first, untimed pass compiles. The peak
+memory of the process is printed too: the file's mapped pages count in it.
 """
 
 import argparse
@@ -62,7 +63,8 @@ def main() -> None:
     report = {
         "bytes": size,
         "load_average": os.getloadavg()[0],
-        "megabytes_per_second": {label: size / 1e6 / spent for label, spent in seconds.items()},
+        "megabytes_per_second": {label: size / 1e6 / spent for label, (spent, _) in seconds.items()},
+        "megabytes_per_cpu_second": {label: size / 1e6 / spent for label, (_, spent) in seconds.items()},
         "peak_memory_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
         "device": jax.devices()[0].device_kind,
     }
@@ -108,26 +110,29 @@ def copy(source: Path, target: Path) -> None:
         os.close(descriptor)
 
 
-def best(run: Callable[[], None], repeats: int) -> float:
-    """Seconds of the fastest call but the first."""
-    seconds = []
+def best(run: Callable[[], None], repeats: int) -> tuple[float, float]:
+    """Seconds, and CPU seconds, of the fastest call but the first."""
+    spent = []
     for _ in range(repeats + 1):
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         run()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
+        spent.append((time.perf_counter() - started, time.process_time() - busy))
+    elapsed, on_cpu = zip(*spent[1:], strict=True)
+    return min(elapsed), min(on_cpu)
 
 
 def show(report: dict) -> None:
-    rates = report["megabytes_per_second"]
-    table = Table(
-        "", "MB/s", "of the copy", title=f"{report['bytes'] / 1e6:.0f} MB of BF16, {report['device']}"
-    )
+    rates, per_cpu = report["megabytes_per_second"], report["megabytes_per_cpu_second"]
+    title = f"{report['bytes'] / 1e6:.0f} MB of BF16, {report['device']}"
+    table = Table("", "MB/s", "of the copy", "MB/CPU s", title=title)
     for label, rate in rates.items():
-        table.add_row(label, f"{rate:,.0f}", f"{rate / rates['copy']:.0%}")
+        table.add_row(label, f"{rate:,.0f}", f"{rate / rates['copy']:.0%}", f"{per_cpu[label]:,.0f}")
     console = Console()
     console.print(table)
-    console.print(f"peak memory of the process {report['peak_memory_megabytes']:,.0f} MB")
+    console.print(
+        f"peak memory of the process {report['peak_memory_megabytes']:,.0f} MB; "
+        f"load average {report['load_average']:.1f} on {os.cpu_count()} CPUs"
+    )
 
 
 if __name__ == "__main__":
