@@ -131,10 +131,8 @@ def _forward(
     key: Array | None,
     recipe: DotRecipe | None,
     execution: Execution,
-) -> tuple[Array, _Unquantised | _Multiplied | Operand]:
-    if isinstance(w, QuantizedTensor):
-        return _dot(x, w, key, recipe, execution), from_quantized(w)
-    if isinstance(w, Operand):
+) -> tuple[Array, _Unquantised | _Multiplied | Operand | QuantizedTensor]:
+    if isinstance(w, Operand | QuantizedTensor):
         return _dot(x, w, key, recipe, execution), w
     if recipe is not None and recipe.backward == "dequantized":
         left, right = _operands(x, w, recipe, execution)
@@ -145,9 +143,11 @@ def _forward(
 def _backward(
     recipe: DotRecipe | None,
     execution: Execution,
-    saved: _Unquantised | _Multiplied | Operand,
+    saved: _Unquantised | _Multiplied | Operand | QuantizedTensor,
     g: Array,
 ) -> tuple[Array, Array | None, None]:
+    if isinstance(saved, QuantizedTensor):
+        saved = from_quantized(saved)
     if isinstance(saved, Operand):
         return operand_gradient(g, saved).astype(g.dtype), None, None
     if isinstance(saved, _Multiplied):
