@@ -80,6 +80,8 @@ class FakeServer:
         self.history: dict[str, str] = {}
         """Label of each update to the weights' digest"""
         self.most_running = 0
+        self.salt = ""
+        """What makes this server's weights others than the files say"""
         self.follows_temperature = True
         self._faults: dict[str, list[Any]] = defaultdict(list)
         self._changed = threading.Condition()
@@ -168,7 +170,7 @@ class FakeServer:
         if not (path / "config.json").is_file():
             return 400, {"success": False, "message": f"no such path {path}", "num_paused_requests": 0}
         with self._changed:
-            self.path, self.weights, self.label = path, digest_of(path), body["weight_version"]
+            self.path, self.weights, self.label = path, self.salt + digest_of(path), body["weight_version"]
             self.history[self.label] = self.weights
         return 200, {"success": True, "message": "Succeeded.", "num_paused_requests": 0}
 

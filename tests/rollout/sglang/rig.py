@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.rollout.sglang.fake_server import FakeServer, expected
+from tests.rollout.sglang.fake_server import FakeServer, drawn, expected, response_length
 from tests.tiny import tiny_config, tiny_params
 from triage_jax.model import Numerics
 from triage_jax.rollout import EngineError, Request, Sample, SamplingParams
@@ -67,6 +67,20 @@ def check(
         np.testing.assert_array_equal(sample.logprobs, np.array(logprobs, np.float32))
         assert sample.weight_versions.tolist() == [version] * len(tokens)
         assert sample.finish_reason == ("stop" if tokens[-1] == 1 else "length")
+
+
+def check_mixed(sample: Sample, request: Request, history: dict[str, str], sampling: SamplingParams) -> None:
+    """Each token drawn with the weights that its version names, versions never falling."""
+    versions, seed, prompt = sample.weight_versions.tolist(), request.seed, request.prompt_ids
+    assert versions == sorted(versions)
+    length, stops = response_length(seed, prompt, sampling.max_new_tokens)
+    assert len(versions) == length
+    pairs = [
+        drawn(history[f"step-{version}"], seed, prompt, i, stops and i == length - 1)
+        for i, version in enumerate(versions)
+    ]
+    assert sample.token_ids.tolist() == [token for token, _ in pairs]
+    np.testing.assert_array_equal(sample.logprobs, np.array([logprob for _, logprob in pairs], np.float32))
 
 
 def in_thread(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.rollout.sglang.fake_server import FakeServer, drawn, fake_servers, response_length
+from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.rig import (
     CONFIG,
     FLOAT32,
@@ -17,6 +17,7 @@ from tests.rollout.sglang.rig import (
     SAMPLING,
     WEIGHTS,
     check,
+    check_mixed,
     engine_on,
     in_thread,
     requests,
@@ -77,17 +78,6 @@ def test_works_where_an_event_loop_runs_already(tmp_path):
         check(asyncio.run(cell(engine, asked)), asked, server.weights, 0)
 
 
-def _mixed(server: FakeServer, request, versions, limit):
-    """What a response drawn under these versions, token by token, must be."""
-    length, stops = response_length(request.seed, request.prompt_ids, limit)
-    assert len(versions) == length
-    pairs = [
-        drawn(server.history[f"step-{v}"], request.seed, request.prompt_ids, i, stops and i == length - 1)
-        for i, v in enumerate(versions)
-    ]
-    return [token for token, _ in pairs], np.array([logprob for _, logprob in pairs], np.float32)
-
-
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
 def test_a_refit_falls_into_running_samples(tmp_path, pause):
     with (
@@ -104,12 +94,8 @@ def test_a_refit_falls_into_running_samples(tmp_path, pause):
         assert [sample.uid for sample in samples] == [request.uid for request in asked]
         mixed = 0
         for sample, request in zip(samples, asked, strict=True):
-            versions = sample.weight_versions.tolist()
-            assert versions == sorted(versions)
-            mixed += set(versions) == {0, 1}
-            tokens, logprobs = _mixed(server, request, versions, LONG.max_new_tokens)
-            assert sample.token_ids.tolist() == tokens
-            np.testing.assert_array_equal(sample.logprobs, logprobs)
+            check_mixed(sample, request, server.history, LONG)
+            mixed += set(sample.weight_versions.tolist()) == {0, 1}
         assert mixed > 0
         later = requests(4, seed=9)
         check(engine.generate(later, SAMPLING), later, server.history["step-1"], 1)

@@ -12,6 +12,7 @@ from tests.rollout.sglang.rig import (
     SAMPLING,
     WEIGHTS,
     check,
+    check_mixed,
     engine_on,
     in_thread,
     requests,
@@ -320,11 +321,13 @@ def test_samples_drawn_before_the_probe_failed_are_drawn_again(tmp_path):
         asked = requests(8)
         thread, found, failures = in_thread(engine, asked, LONG)
         until_busy(*servers)
-        servers[0].score = fails_late
+        servers[0].score, servers[0].salt = fails_late, "broken"
         engine.update_weights(WEIGHTS[1], 1)
         thread.join()
         assert failures == []
         assert [sample.uid for sample in found] == [request.uid for request in asked]
+        for sample, request in zip(found, asked, strict=True):
+            check_mixed(sample, request, servers[1].history, LONG)
         assert engine.metrics()["engine/servers_live"] == 1
 
 
