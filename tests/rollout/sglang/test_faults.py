@@ -4,9 +4,10 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.rollout.sglang.fake_server import fake_servers
+from tests.rollout.sglang.fake_server import FakeServer, fake_servers
 from tests.rollout.sglang.rig import (
     LONG,
     SAMPLING,
@@ -354,3 +355,43 @@ def test_a_server_whose_logprobs_leave_the_temperature_out_is_refused(tmp_path):
         server.follows_temperature = False
         with pytest.raises(RefitFailed, match="unset SGLANG_RETURN_ORIGINAL_LOGPROB"):
             engine.update_weights(WEIGHTS[0], 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_at_once(tmp_path, seed):
+    """Three servers, of which one behaves: every sample of every step is the right one all the same."""
+    rng = np.random.default_rng(seed)
+    anywhere = ("drop", "silent", 503, 500)
+    routes = ("/ready", "/model_info", "/server_info", "/weights_checker", "/continue_generation")
+
+    def disturb(victims: list[FakeServer], over: threading.Event) -> None:
+        while not over.wait(0.05):
+            victim = victims[rng.integers(2)]
+            match rng.integers(4):
+                case 0:
+                    victim.fault(
+                        "/generate", [*anywhere, null_logprob, short, lying_label("step-0")][rng.integers(7)]
+                    )
+                case 1:
+                    victim.fault(routes[rng.integers(5)], anywhere[rng.integers(4)])
+                case 2:
+                    victim.kill()
+                    over.wait(0.05)
+                    victim.restart()
+
+    with (
+        fake_servers(3, token_seconds=0.005) as servers,
+        engine_on(servers, tmp_path, concurrency=8) as engine,
+    ):
+        engine.update_weights(WEIGHTS[0], 10)
+        over = threading.Event()
+        chaos = threading.Thread(target=disturb, args=(servers[:2], over))
+        chaos.start()
+        try:
+            for version in (11, 12, 13):
+                engine.update_weights(WEIGHTS[version % 3], version)
+                asked = requests(60, seed=version)
+                check(engine.generate(asked, SAMPLING), asked, servers[2].history[f"step-{version}"], version)
+        finally:
+            over.set()
+            chaos.join()

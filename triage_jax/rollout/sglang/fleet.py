@@ -85,6 +85,8 @@ class Fleet:
             server.forgive()
         if not self._keepers:
             self._keepers = [asyncio.create_task(self._keep(server)) for server in self.servers]
+            for keeper in self._keepers:
+                keeper.add_done_callback(lambda _: self._wake())
         try:
             await asyncio.gather(*(self._bring(server) for server in self.servers))
             await self._some_live()
@@ -202,12 +204,14 @@ class Fleet:
         while True:
             await self._some_live()
             await self._changed.wait()
+            self._check_keepers()
 
     async def _some_live(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.startup_timeout):
                 while not self.live and not self._hopeless():
                     await self._changed.wait()
+                    self._check_keepers()
         if not self.live:
             reasons = "; ".join(
                 str(server.trouble or f"{server.url}: never answered") for server in self.servers
@@ -216,6 +220,12 @@ class Fleet:
                 f"no server is left to sample from ({reasons}). Restart one: it is given the current weights as soon "
                 "as it answers; a run that has ended continues with the same command and --resume"
             )
+
+    def _check_keepers(self) -> None:
+        """Raise what one of them died of, a defect of this package: nobody would bring its server back."""
+        for keeper in self._keepers:
+            if keeper.done() and not keeper.cancelled():
+                keeper.result()
 
     def _hopeless(self) -> bool:
         target = self._target
