@@ -148,7 +148,7 @@ def test_equals_the_emulated_product_and_gradient(hadamard, monkeypatch):
         # Unrotated, dw would be 0.19 away.
         assert all(np.linalg.norm(a - b) < 0.1 * np.linalg.norm(b) for a, b in pairs)
         equal.append([np.mean(a == b) for a, b in pairs])
-    # Its scales are E4M3(S·(b/6)) where the kernels', and ours, are E4M3(b·(S/6)): in one draw out of forty or so, those
+    # Its scales are E4M3(S·(b/6)) where the kernels', and ours, are E4M3(b·(S/6)): in one draw out of forty, those
     # of many blocks round otherwise. All others agree in nearly every bit of y, dx and dw.
     assert np.all(np.max(equal, axis=0) > 0.99)
 
