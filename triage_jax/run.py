@@ -205,6 +205,7 @@ def make_learner(config: TrainConfig, model: ModelConfig) -> Learner:
         optimizer=config.optimizer,
         settings=config.learner,
         temperature=config.rollout.temperature,
+        seed=config.seed,
     )
 
 

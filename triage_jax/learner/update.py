@@ -54,6 +54,8 @@ class Learner:
     settings: LearnerConfig = field(default_factory=LearnerConfig)
     temperature: float = 1.0
     """Of the distribution both log-probabilities belong to"""
+    seed: int = 0
+    """Of the stochastic rounding of gradients, where the numerics have it"""
 
 
 @no_type_check  # leaves are also shapes, shardings or stacked micro-batches
@@ -148,7 +150,7 @@ def update(
     return after, report
 
 
-def _score(learner: Learner, params: Params, batch: RolloutBatch) -> TokenScores:
+def _score(learner: Learner, params: Params, batch: RolloutBatch, key: Array | None = None) -> TokenScores:
     """Hidden states at the last prompt column and all response columns but the last predict the response."""
     hidden = forward(
         params,
@@ -158,6 +160,7 @@ def _score(learner: Learner, params: Params, batch: RolloutBatch) -> TokenScores
         learner.numerics,
         remat=learner.settings.remat,
         routes=None if batch.routes is None else jnp.moveaxis(batch.routes, 2, 0),
+        key=key,
     )
     width = batch.mask.shape[1]
     return token_logprobs(
@@ -175,9 +178,9 @@ def _accumulate(
 ) -> tuple[Float[Array, ""], Metrics, Params]:
     """Sum of loss, metrics and gradient over the micro-batches."""
 
-    def loss_of(params: Params, piece: tuple[RolloutBatch, TokenBatch, Array]) -> tuple[Array, Metrics]:
+    def loss_of(params: Params, piece: tuple[RolloutBatch, TokenBatch, Array], key: Array | None):
         rows, piece_tokens, piece_weights = piece
-        scores = _score(learner, params, rows)
+        scores = _score(learner, params, rows, key)
         return triage_loss(
             scores.logp,
             piece_tokens,
@@ -187,13 +190,17 @@ def _accumulate(
             step=state.step,
         )
 
-    def add(carry: tuple[Array, Params], piece: tuple[RolloutBatch, TokenBatch, Array]):
-        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, piece)
+    def add(carry: tuple[Array, Params], given: tuple[Any, Array | None]):
+        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, *given)
         return jax.tree.map(jnp.add, carry, (loss, grads)), metrics
 
     pieces = _micro_batches(learner, (batch, tokens, weights))
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    (loss, grads), stacked = jax.lax.scan(add, (jnp.zeros(()), zeros), pieces)
+    keys = None
+    if learner.numerics.needs_key:
+        own = jax.random.fold_in(jax.random.key(learner.seed), state.step)
+        keys = jax.random.split(own, jax.tree.leaves(pieces)[0].shape[0])
+    (loss, grads), stacked = jax.lax.scan(add, (jnp.zeros(()), zeros), (pieces, keys))
     return loss, collapse(stacked), grads
 
 

@@ -5,6 +5,7 @@ sampler). Both take left-padded rows; positions count valid tokens only, so padd
 Architecture: Qwen3 technical report (arXiv 2505.09388) and the reference implementation in `transformers`.
 """
 
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,11 +19,13 @@ from jaxtyping import Array, Bool, Float, Int
 from triage_jax.model.activation import swiglu
 from triage_jax.model.config import ModelConfig
 from triage_jax.model.moe import moe_mlp
-from triage_jax.model.numerics import Numerics
+from triage_jax.model.numerics import Numerics, weight_of
 from triage_jax.model.params import LayerParams, Params
 from triage_jax.nvfp4 import Operand, quantized_dot
 
 type Attend = Callable[[Array, Array, Array], Array]
+type Dot = Callable[..., tuple[Array, ...]]
+"""`dot(x, *names)`: the products of x with the named weights of a layer"""
 
 
 @struct.dataclass
@@ -79,13 +82,15 @@ def forward(
     *,
     remat: bool = False,
     routes: Int[Array, "L B T k"] | None = None,
+    key: Array | None = None,
 ) -> Float[Array, "B T D"]:
     """Final hidden states (after the last norm) of whole rows; rows may be padded on either side.
 
     Values at positions that are not `valid` are finite and mean nothing. `remat` recomputes each layer in the backward
-    pass instead of keeping its activations. `routes` replays the experts that another run chose.
+    pass instead of keeping its activations. `routes` replays the experts that another run chose. `key`
+    is for gradients that `numerics` round stochastically, which raise ValueError without it.
     """
-    return forward_routed(params, tokens, valid, config, numerics, remat=remat, routes=routes)[0]
+    return forward_routed(params, tokens, valid, config, numerics, remat=remat, routes=routes, key=key)[0]
 
 
 def forward_routed(
@@ -97,6 +102,7 @@ def forward_routed(
     *,
     remat: bool = False,
     routes: Int[Array, "L B T k"] | None = None,
+    key: Array | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "L B T k"] | None]:
     """`forward`, and the experts of every position: the replayed or the chosen ones; None in a dense model."""
     positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
@@ -105,18 +111,32 @@ def forward_routed(
     rotary = _rotary(positions, config)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask)
+        return jax.nn.dot_product_attention(q, _cached(k, numerics), _cached(v, numerics), mask=mask)
 
-    def layer_step(hidden: Array, given: tuple[LayerParams, Array | None]) -> tuple[Array, Array | None]:
-        layer, replayed = given
-        return _layer(hidden, layer, rotary, attend, config, numerics, replayed)
+    def run(hidden: Array, stack: Any, numerics: Numerics) -> tuple[Array, Array | None]:
+        def step(hidden: Array, given: tuple[LayerParams, Array | None, Array | None]):
+            layer, replayed, layer_key = given
+            dot = _dots(layer, numerics, layer_key)
+            return _layer(hidden, layer, dot, rotary, attend, config, numerics, replayed)
 
-    if remat:
-        layer_step = jax.checkpoint(layer_step)
+        return jax.lax.scan(jax.checkpoint(step) if remat else step, hidden, stack)
+
+    keys = None if key is None else jax.random.split(key, config.num_layers)
+    stack: Any = (params.layers, routes, keys)
     hidden = _embed(params, tokens, numerics)
-    layers: Any = params.layers
-    hidden, chosen = jax.lax.scan(layer_step, hidden, (layers, routes))
+    first_high = config.num_layers - numerics.high_precision_layers
+    if not 0 < first_high < config.num_layers:
+        hidden, chosen = run(hidden, stack, numerics if first_high > 0 else numerics.unquantised)
+    else:
+        below, above = (jax.tree.map(lambda leaf, at=at: leaf[at], stack) for at in _halves(first_high))
+        hidden, chosen = run(hidden, below, numerics)
+        hidden, last = run(hidden, above, numerics.unquantised)
+        chosen = None if chosen is None or last is None else jnp.concatenate([chosen, last])
     return _rms_norm(hidden, params.final_norm, config.rms_norm_eps), chosen
+
+
+def _halves(boundary: int) -> tuple[slice, slice]:
+    return slice(None, boundary), slice(boundary, None)
 
 
 def forward_cached(
@@ -142,15 +162,18 @@ def forward_cached(
     def attend_at(index: int) -> Attend:
         def attend(q: Array, k: Array, v: Array) -> Array:
             at = (0, 0, cache.slot, 0)
-            keys[index] = jax.lax.dynamic_update_slice(keys[index], k.swapaxes(1, 2), at)
-            values[index] = jax.lax.dynamic_update_slice(values[index], v.swapaxes(1, 2), at)
+            k, v = _cached(k.swapaxes(1, 2), numerics), _cached(v.swapaxes(1, 2), numerics)
+            keys[index] = jax.lax.dynamic_update_slice(keys[index], k, at)
+            values[index] = jax.lax.dynamic_update_slice(values[index], v, at)
             return _attend_cache(q, keys[index], values[index], mask)
 
         return attend
 
     hidden = _embed(params, tokens, numerics)
+    first_high = config.num_layers - numerics.high_precision_layers
     for index, layer in enumerate(unstack_layers(params, config)):
-        hidden, chosen = _layer(hidden, layer, rotary, attend_at(index), config, numerics)
+        own = numerics if index < first_high else numerics.unquantised
+        hidden, chosen = _layer(hidden, layer, _dots(layer, own), rotary, attend_at(index), config, own)
         if chosen is not None:
             routes[index] = jax.lax.dynamic_update_slice(routes[index], chosen, (0, cache.slot, 0))
     hidden = _rms_norm(hidden, params.final_norm, config.rms_norm_eps)
@@ -211,6 +234,7 @@ def _embed(params: Params, tokens: Array, numerics: Numerics) -> Array:
 def _layer(
     hidden: Array,
     layer: LayerParams,
+    dot: Dot,
     rotary: tuple[Array, Array],
     attend: Attend,
     config: ModelConfig,
@@ -218,21 +242,21 @@ def _layer(
     routes: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """A layer's hidden states, and in a mixture the experts that its positions went to."""
-    dot = partial(_project, layer=layer, numerics=numerics)
     x = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-    q, k, v = (_heads(dot(x, name), config.head_dim) for name in ("q", "k", "v"))
+    q, k, v = (_heads(y, config.head_dim) for y in dot(x, "q", "k", "v"))
     if layer.q_norm is not None and layer.k_norm is not None:
         q = _rms_norm(q, layer.q_norm, config.rms_norm_eps)
         k = _rms_norm(k, layer.k_norm, config.rms_norm_eps)
     mixed = attend(_rotate(q, rotary), _rotate(k, rotary), v)
-    hidden = hidden + dot(mixed.reshape(*mixed.shape[:2], -1), "o")
+    hidden = hidden + dot(mixed.reshape(*mixed.shape[:2], -1), "o")[0]
     x = _rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
     if config.num_experts:
         y, routes = moe_mlp(x, layer, config, numerics, routes)
         return hidden + y, routes
     if numerics.execution == "bf16" and x.shape[1] == 1:
         return hidden + _mlp_of_step(x, layer), None
-    return hidden + dot(swiglu(dot(x, "gate"), dot(x, "up")), "down"), None
+    gate, up = dot(x, "gate", "up")
+    return hidden + dot(swiglu(gate, up, _hidden_dtype(numerics, x)), "down")[0].astype(x.dtype), None
 
 
 def _mlp_of_step(x: Float[Array, "B 1 D"], layer: LayerParams) -> Float[Array, "B 1 D"]:
@@ -247,12 +271,38 @@ def _mlp_of_step(x: Float[Array, "B 1 D"], layer: LayerParams) -> Float[Array, "
     return product("df,fb->db", down, swiglu(*wide)).astype(x.dtype).T[:, None]
 
 
-def _project(x: Array, name: str, *, layer: LayerParams, numerics: Numerics) -> Array:
-    weight = getattr(layer, name)
-    if not isinstance(weight, Operand):
-        # The learner's master weights are float32; both sides quantise their BF16 rounding (numerics.md §3 row 11).
-        weight = weight.astype(numerics.compute_dtype)
-    return quantized_dot(x, weight, numerics.recipe, numerics.execution_of(name))
+def _dots(layer: LayerParams, numerics: Numerics, key: Array | None = None) -> Dot:
+    """The products of one layer; weights that share an input are one product where `numerics` fuse them."""
+
+    def dot(x: Array, *names: str) -> tuple[Array, ...]:
+        weights = [weight_of(getattr(layer, name), name, numerics) for name in names]
+        # A key of its own for every product: q, o, gate, down, or each name.
+        own = None if key is None else jax.random.fold_in(key, zlib.crc32(names[0].encode()))
+        product = partial(quantized_dot, recipe=numerics.recipe, execution=numerics.execution_of(names[0]))
+        if len(names) > 1 and numerics.fused_shards and names[0] in numerics.quantized_names():
+            arrays = [weight for weight in weights if not isinstance(weight, Operand)]
+            if arrays:
+                y = product(x, jnp.concatenate(arrays), key=own)
+                return tuple(jnp.split(y, np.cumsum([len(w) for w in arrays[:-1]]), axis=-1))
+        keys = [None if own is None else jax.random.fold_in(own, index) for index in range(len(names))]
+        return tuple(product(x, weight, key=k) for weight, k in zip(weights, keys, strict=True))
+
+    return dot
+
+
+def _hidden_dtype(numerics: Numerics, x: Array) -> jnp.dtype:
+    """What SwiGLU's output is rounded to on its way into the down projection."""
+    return jnp.dtype(jnp.float32) if numerics.hidden_rounding == "none" else x.dtype
+
+
+def _cached(x: Array, numerics: Numerics) -> Array:
+    """Keys or values as the cache holds them."""
+    if numerics.kv_cache == "bf16":
+        return x
+    limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    rounded = jnp.clip(x, -limit, limit).astype(jnp.float8_e4m3fn).astype(x.dtype)
+    # The rounded value, with the gradient of x.
+    return jax.lax.stop_gradient(rounded) + (x - jax.lax.stop_gradient(x))
 
 
 def _heads(x: Array, head_dim: int) -> Array:

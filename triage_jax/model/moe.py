@@ -4,6 +4,7 @@ Source: Qwen3 technical report (arXiv 2505.09388) and the reference implementati
 """
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from triage_jax.model.activation import swiglu
 from triage_jax.model.config import ModelConfig
-from triage_jax.model.numerics import Numerics
+from triage_jax.model.numerics import Numerics, weight_of
 from triage_jax.model.params import LayerParams
-from triage_jax.nvfp4 import Operand
 from triage_jax.nvfp4.grouped import grouped_dot
 
 
@@ -31,7 +31,7 @@ def moe_mlp(
     if layer.router is None:
         raise ValueError("moe_mlp: the layer has no router; a dense layer's MLP is in `forward`")
     # Both sides hold the router in the compute dtype, as checkpoints do, and compute with it in float32.
-    weights, routes = route(x, layer.router.astype(numerics.compute_dtype), config, routes)
+    weights, routes = route(x, layer.router.astype(numerics.compute_dtype), config, routes, numerics.router)
     rows = x.reshape(-1, x.shape[-1])
     chosen = routes.reshape(-1)
     # Stable, so that the rows of an expert stay in the order of the batch.
@@ -39,7 +39,12 @@ def moe_mlp(
     sizes = jnp.bincount(chosen, length=config.num_experts)
     dot = partial(_expert_dot, layer=layer, sizes=sizes, numerics=numerics)
     sorted_rows = rows[order // config.experts_per_token]
-    y = dot(swiglu(dot(sorted_rows, "gate"), dot(sorted_rows, "up")), "down")
+    gate, up = (dot(sorted_rows, name) for name in ("gate", "up"))
+    hidden = swiglu(gate, up, jnp.float32 if numerics.hidden_rounding == "none" else x.dtype)
+    if numerics.expert_weighting == "before":
+        hidden = (hidden * weights.reshape(-1, 1)[order]).astype(hidden.dtype)
+        weights = jnp.ones_like(weights)
+    y = dot(hidden, "down")
     y = jnp.zeros_like(y).at[order].set(y).reshape(*weights.shape, -1)
     mixed = jnp.einsum("btk,btkd->btd", weights, y.astype(jnp.float32))
     return mixed.astype(x.dtype), routes
@@ -50,17 +55,16 @@ def route(
     router: Float[Array, "E D"],
     config: ModelConfig,
     routes: Int[Array, "B T k"] | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
 ) -> tuple[Float32[Array, "B T k"], Int[Array, "B T k"]]:
-    """Weights and indices of each position's experts, all of it in float32 (numerics.md §3 row 14).
+    """Weights and indices of each position's experts; logits in `precision`, the rest in float32.
 
     The weights are the softmax over all experts at the chosen ones, which `norm_topk_prob` scales to a sum of one.
     """
+    dtype = jnp.float32 if precision == "float32" else jnp.bfloat16
     logits = jnp.einsum(
-        "btd,ed->bte",
-        x.astype(jnp.float32),
-        router.astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
-    )
+        "btd,ed->bte", x.astype(dtype), router.astype(dtype), precision=jax.lax.Precision.HIGHEST
+    ).astype(jnp.float32)
     probabilities = jax.nn.softmax(logits, axis=-1)
     if routes is None:
         routes = jax.lax.top_k(jax.lax.stop_gradient(logits), config.experts_per_token)[1]
@@ -73,7 +77,5 @@ def route(
 def _expert_dot(
     x: Float[Array, "M K"], name: str, *, layer: LayerParams, sizes: Int[Array, "E"], numerics: Numerics
 ) -> Float[Array, "M N"]:
-    weight = getattr(layer, name)
-    if not isinstance(weight, Operand):
-        weight = weight.astype(numerics.compute_dtype)
+    weight = weight_of(getattr(layer, name), name, numerics)
     return grouped_dot(x, weight, sizes, numerics.recipe, numerics.execution_of(name))

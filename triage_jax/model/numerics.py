@@ -1,91 +1,195 @@
 """Which products of a model run in which number format: a setting, printed at start, never an environment variable."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from triage_jax.model.params import Params
+from triage_jax.model.params import LayerParams, Params
 from triage_jax.nvfp4 import DotRecipe, Execution, Operand, QuantSpec, to_operand
+from triage_jax.nvfp4.product import dense
+from triage_jax.nvfp4.spec import Backward
 
 MLP = ("gate", "up", "down")
 ATTENTION = ("q", "k", "v", "o")
+FUSED = (("q", "k", "v"), ("gate", "up"))
+"""Weights that share their input, and that servers multiply as one matrix"""
+NVFP4 = ("emulated", "scaled_matmul")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Numerics of one side's forward pass. Norms, attention scores, embedding and head stay in the compute dtype."""
+    """Numerics of one side's forward pass: what the two sides may do differently (docs/numerics.md lists the sources).
+
+    Norms, attention scores, embedding and head are in the compute dtype on both sides.
+    """
 
     execution: Execution = "emulated"
-    """float32, bf16, or emulated (exact two-level NVFP4 W4A4 on any device)"""
+    """float32; bf16; emulated (exact NVFP4 W4A4 on any device); scaled_matmul (the same, native on Blackwell)"""
     layers: Literal["mlp", "linear"] = "mlp"
-    """Quantised products: mlp (gate, up, down; the reported 4B recipe) or linear (attention projections too)"""
+    """Quantised products: mlp (gate, up, down; the reported recipe) or linear (attention projections too)"""
+    high_precision_layers: int = 0
+    """Last layers that stay in BF16"""
     weight: QuantSpec = field(default_factory=lambda: QuantSpec(tile="1x16", scope="tensor"))
     """How weights are quantised"""
     activation: QuantSpec = field(default_factory=lambda: QuantSpec(tile="1x16", scope="tensor"))
     """How activations are quantised"""
+    quantize_activations: bool = True
+    """False: W4A16, what servers do on devices without FP4 products"""
+    fused_shards: bool = False
+    """q, k, v and gate, up are quantised as one matrix each: they share a global scale, as in served checkpoints"""
+    weight_source: Literal["bf16", "float32"] = "bf16"
+    """What is quantised: the weights rounded to BF16, as a checkpoint has them, or the float32 masters"""
+    router: Literal["float32", "bf16"] = "float32"
+    """Precision of the router's logits; its softmax is float32"""
+    expert_weighting: Literal["after", "before"] = "after"
+    """Where a token's expert weight multiplies: the down projection's output, or its input before it is quantised"""
+    hidden_rounding: Literal["bf16", "none"] = "bf16"
+    """Rounding of SwiGLU's output before it is quantised; fused kernels have none"""
+    kv_cache: Literal["bf16", "fp8_e4m3"] = "bf16"
+    """What attention reads keys and values as; fp8_e4m3 with a scale of 1"""
+    backward: Backward = "bf16"
+    """Gradient of the quantised products: bf16 (straight through), dequantized (by the forward's operands), nvfp4"""
+    stochastic_rounding: bool = True
+    """Of the gradients in backward nvfp4"""
+    hadamard: bool = True
+    """Random Hadamard rotation of the weight gradient's operands in backward nvfp4"""
+
+    def __post_init__(self) -> None:
+        if self.high_precision_layers < 0:
+            raise ValueError(
+                f"high_precision_layers is {self.high_precision_layers}; accepted: 0 or more of the last layers"
+            )
 
     @property
     def recipe(self) -> DotRecipe:
-        return DotRecipe(weight=self.weight, activation=self.activation)
+        return DotRecipe(
+            weight=self.weight,
+            activation=self.activation,
+            backward=self.backward,
+            stochastic_rounding=self.stochastic_rounding,
+            hadamard=self.hadamard,
+        )
 
     @property
     def compute_dtype(self) -> jnp.dtype:
         return jnp.dtype(jnp.float32 if self.execution == "float32" else jnp.bfloat16)
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether a gradient takes a random key."""
+        return self.execution in NVFP4 and self.backward == "nvfp4" and self.stochastic_rounding
+
+    @property
+    def unquantised(self) -> "Numerics":
+        """The same in BF16, for the layers that stay out."""
+        return replace(self, execution="bf16") if self.execution in NVFP4 else self
+
     def quantized_names(self) -> tuple[str, ...]:
         """Names of the weights that run in NVFP4; empty unless the execution is a quantised one."""
-        if self.execution != "emulated":
+        if self.execution not in NVFP4:
             return ()
         return MLP if self.layers == "mlp" else ATTENTION + MLP
 
     def execution_of(self, name: str) -> Execution:
         """Execution of the product with weight `name`: what is not quantised runs in BF16."""
-        if self.execution == "emulated" and name not in self.quantized_names():
+        if self.execution in NVFP4 and (name not in self.quantized_names() or not self.quantize_activations):
             return "bf16"
         return self.execution
 
     def describe(self) -> str:
         """One line for the start-up summary."""
-        if self.execution != "emulated":
+        if self.execution not in NVFP4:
             return self.execution
         weight, activation = self.weight, self.activation
-        return (
-            f"NVFP4 W4A4 emulated on {'/'.join(self.quantized_names())}; "
-            f"weights {weight.tile} per {weight.scope} ({weight.rule}), "
-            f"activations {activation.tile} per {activation.scope} ({activation.rule}); the rest BF16"
+        last = (
+            f" of all but the last {self.high_precision_layers} layers" if self.high_precision_layers else ""
         )
+        kind = "W4A4" if self.quantize_activations else "W4A16"
+        shared = ", fused shards share a scale" if self.fused_shards else ""
+        return (
+            f"NVFP4 {kind} {self.execution} on {'/'.join(self.quantized_names())}{last}; "
+            f"weights {weight.tile} per {weight.scope} ({weight.rule}){shared}, "
+            f"activations {activation.tile} per {activation.scope} ({activation.rule}), "
+            f"{self.backward} backward; the rest BF16"
+        )
+
+
+def weight_of(leaf: Array | Operand, name: str, numerics: Numerics) -> Array | Operand:
+    """A layer's weight as its product takes it; an operand as it is, the learner's master in the source dtype."""
+    if isinstance(leaf, Operand):
+        return leaf
+    quantised = name in numerics.quantized_names()
+    source = jnp.float32 if quantised and numerics.weight_source == "float32" else numerics.compute_dtype
+    weight = leaf.astype(source)
+    if quantised and not numerics.quantize_activations:
+        return _straight_through(weight, numerics.weight)
+    return weight
+
+
+def _straight_through(weight: Float[Array, "... N K"], spec: QuantSpec) -> Float[Array, "... N K"]:
+    """The dequantised weight, with the gradient of the weight: its BF16 product has no quantiser of its own."""
+    rounded = _each_matrix(lambda matrix: dense(to_operand(matrix, spec)), weight)
+    values = jax.lax.stop_gradient(rounded.astype(weight.dtype))
+    return values + (weight - jax.lax.stop_gradient(weight))
 
 
 def serving_params(params: Params, numerics: Numerics) -> Params:
     """Parameters as a sampler holds them: a tuple of layers, quantised weights as operands, the rest in compute dtype.
 
-    Weights are rounded to BF16 before they are quantised, as an exported checkpoint is (numerics.md §3 row 11).
+    Raises ValueError for a sampler's own, and for an execution that takes no operands.
     """
     if isinstance(params.layers, tuple):
         raise ValueError(
             "serving_params takes a learner's parameters, with stacked layers; these are a sampler's"
         )
+    if numerics.execution == "scaled_matmul":
+        raise ValueError(
+            "the local sampler has no execution 'scaled_matmul'; accepted: float32, bf16, emulated"
+        )
+    masters: Any = params.layers
     # Copies, even where the dtype is right already: the learner gives its own buffers away at the next update.
     params = jax.tree.map(lambda leaf: jnp.array(leaf, numerics.compute_dtype, copy=True), params)
     layers: Any = params.layers
-    operands = {
-        name: _matrix_by_matrix(getattr(layers, name), numerics.weight) for name in numerics.quantized_names()
-    }
-    layers = replace(layers, **operands)
+    source = masters if numerics.weight_source == "float32" else layers
+    quantised = replace(layers, **_operands(source, numerics))
     count = layers.input_norm.shape[0]
+    first_high = count - numerics.high_precision_layers
     return replace(
-        params, layers=tuple(jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count))
+        params,
+        layers=tuple(
+            jax.tree.map(lambda leaf, i=i: leaf[i], quantised if i < first_high else layers)
+            for i in range(count)
+        ),
     )
 
 
-def _matrix_by_matrix(stack: jax.Array, spec: QuantSpec) -> Operand:
-    """Operands of a stack of weights, each matrix (of a layer, of an expert) in a scope of its own."""
+def _operands(layers: LayerParams, numerics: Numerics) -> dict[str, Operand]:
+    """Operands of the stacked weights that are quantised."""
+    names = numerics.quantized_names()
+    groups = [group for group in FUSED if numerics.fused_shards and set(group) <= set(names)]
+    groups += [(name,) for name in names if not any(name in group for group in groups)]
+    found: dict[str, Operand] = {}
+    for group in groups:
+        leaves = [getattr(layers, name) for name in group]
+        joined = _each_matrix(
+            lambda matrix: to_operand(matrix, numerics.weight), jnp.concatenate(leaves, axis=-2)
+        )
+        start = 0
+        for name, leaf in zip(group, leaves, strict=True):
+            rows = slice(start, start + leaf.shape[-2])
+            # One scale per matrix, or one per row.
+            scale = joined.scale if joined.scale.ndim < joined.values.ndim else joined.scale[..., rows, :]
+            found[name] = Operand(values=joined.values[..., rows, :], scale=scale)
+            start = rows.stop
+    return found
 
-    def quantise(weight: jax.Array) -> Operand:
-        return to_operand(weight, spec)
 
+def _each_matrix[Tree](function: Callable[[Array], Tree], stack: Array) -> Tree:
+    """`function` of every matrix of a stack: each layer's and each expert's is a scope of its own."""
     for _ in range(stack.ndim - 2):
-        quantise = jax.vmap(quantise)
-    return quantise(stack)
+        function = jax.vmap(function)
+    return function(stack)
