@@ -63,3 +63,9 @@ def test_replay_leaves_the_residual_gap(tmp_path, mixture):
 def test_a_dense_model_has_no_routes_to_replay(tmp_path, capsys):
     assert train.main(["--out", str(tmp_path / "dense"), "--rollout.replay-routing"]) == 2
     assert "rollout.replay_routing = True: the model is dense" in capsys.readouterr().err
+
+
+def test_a_tied_mixture_is_not_given_to_servers(tmp_path, mixture, capsys):
+    arguments = ["--out", str(tmp_path / "tied"), "--model.path", str(mixture), "--rollout.engine", "sglang"]
+    assert train.main(arguments) == 2
+    assert "SGLang 0.5.23 ignores the tie" in capsys.readouterr().err

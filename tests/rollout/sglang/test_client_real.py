@@ -12,7 +12,7 @@ from triage_jax.rollout.sglang.client import Client
 from triage_jax.rollout.sglang.errors import BadResponse, RequestRefused
 from triage_jax.rollout.sglang.wire import Limits
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang")]
 
 
 def ask_real[T](url: str, call: Callable[[Client], Awaitable[T]]) -> T:

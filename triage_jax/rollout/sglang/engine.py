@@ -44,7 +44,15 @@ class SglangEngine:
         directory: Path,
         tokenizer_from: Path | None = None,
     ) -> None:
-        """`directory`: where weights are written unless the configuration says another. Contacts no server yet."""
+        """`directory`: where weights are written unless the configuration says another. Contacts no server yet.
+
+        Raises ValueError for a mixture with tied embeddings, which servers (0.5.23) load without a head.
+        """
+        if model.num_experts and model.tie_embeddings:
+            raise ValueError(
+                "a mixture of experts with tie_word_embeddings: SGLang 0.5.23 ignores the tie, leaves the head "
+                "uninitialised and answers with NaN; accepted: an untied model"
+            )
         self._config = config
         self._model = model
         self._numerics = numerics

@@ -79,12 +79,25 @@ def _checked_finish(
 
 
 def read_scores(
-    body: object, ids: tuple[int, ...], rid: str, *, label: str | None = None, url: str = "sglang"
+    body: object,
+    ids: tuple[int, ...],
+    rid: str,
+    *,
+    vocab_size: int | None = None,
+    label: str | None = None,
+    url: str = "sglang",
 ) -> np.ndarray:
-    """float32 `[n - 1]`: log-probability of each of `ids` but the first given those before, at temperature 1."""
+    """float32 `[n - 1]`: log-probability of each of `ids` but the first given those before, at temperature 1.
+
+    Servers (0.5.23) report a prompt's token `vocab_size` - 1 as 0, with the right log-probability.
+    """
     reply = _Reply(body, url=url, rid=rid)
     pairs = reply.pairs("input_token_logprobs")
-    if [token for _, token in pairs] != [int(token) for token in ids]:
+    last = None if vocab_size is None else vocab_size - 1
+    if len(pairs) != len(ids) or any(
+        token != sent and not (sent == last and token == 0)
+        for (_, token), sent in zip(pairs, map(int, ids), strict=True)
+    ):
         raise reply.bad("input_token_logprobs", f"ids are not the {len(ids)} that were sent")
     if label is not None and reply.meta.get("weight_version") != label:
         raise reply.stale(reply.meta.get("weight_version"), f"expected {label!r}")
