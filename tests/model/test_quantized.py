@@ -38,7 +38,7 @@ from triage_jax.tasks.tokenizer import char_codec, save_tokenizer
 LAYOUTS = ("modelopt", "compressed_tensors")
 MLP = ("gate", "up", "down")
 SERVING = jax.jit(serving_params, static_argnames="numerics")
-TILES = Numerics(weight=QuantSpec(tile="16x16"))
+TILES = Numerics(weight=QuantSpec(tile="16x16"), fused_shards=True)
 UP, K = "model.layers.0.mlp.up_proj", "model.layers.1.self_attn.k_proj"
 
 
@@ -130,15 +130,26 @@ def test_an_export_that_describes_itself_only_in_hf_quant_config(tmp_path):
 # Writing
 
 
-@pytest.mark.parametrize(("layers", "tile"), [("mlp", "1x16"), ("linear", "16x16")])
-def test_unshared_codes_are_those_of_the_learners_products(tmp_path, layers, tile):
-    numerics = Numerics(layers=layers, weight=QuantSpec(tile=tile))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layers": "mlp"},
+        {"layers": "linear", "weight": QuantSpec(tile="16x16"), "fused_shards": True},
+        {"layers": "linear", "high_precision_layers": 1, "weight": QuantSpec(rule="modelopt")},
+        {"weight_source": "float32", "fused_shards": True},
+    ],
+    ids=["mlp", "linear", "last-layer", "masters"],
+)
+def test_codes_are_those_of_the_forward_pass(tmp_path, settings):
+    numerics = Numerics(**settings)
     config = tiny_config(tie_embeddings=False)
     params = tiny_params(config, seed=3)
-    save_quantized(tmp_path / "model", params, config, numerics, share_global_scale=False)
+    save_quantized(tmp_path / "model", params, config, numerics, for_servers=numerics.fused_shards)
     loaded, loaded_config = load_quantized(tmp_path / "model")
     assert loaded_config == config
     assert_same(served(loaded, numerics), SERVING(params, numerics))
+    assert isinstance(loaded.layers[0].up, Operand)
+    assert isinstance(loaded.layers[1].up, Operand) == (numerics.high_precision_layers == 0)
 
 
 def test_shared_codes_are_those_of_the_fused_weights(written):
@@ -214,7 +225,7 @@ def test_a_learner_on_several_devices_writes_the_same(written):
 def test_a_sampler_computes_the_same_from_the_file_as_from_memory(written, tmp_path):
     _, params = written
     config, numerics = tiny_config(), Numerics(activation=QuantSpec(scope="row"))
-    save_quantized(tmp_path / "own", params, config, numerics, share_global_scale=False)
+    save_quantized(tmp_path / "own", params, config, numerics, for_servers=False)
     tokens, valid = jnp.arange(12).reshape(2, 6), jnp.ones((2, 6), bool)
 
     @jax.jit
@@ -234,7 +245,7 @@ def test_a_sampler_computes_the_same_from_the_file_as_from_memory(written, tmp_p
 def test_each_expert_keeps_its_codes(tmp_path):
     config = tiny_config(architecture="qwen3_moe", num_experts=3, experts_per_token=2)
     params = tiny_params(config, seed=5)
-    save_quantized(tmp_path / "own", params, config, TILES, share_global_scale=False)
+    save_quantized(tmp_path / "own", params, config, TILES)
     loaded, loaded_config = load_quantized(tmp_path / "own")
     assert loaded_config == config
     assert_same(served(loaded, TILES), SERVING(params, TILES))
@@ -283,9 +294,13 @@ def test_served_wants_the_layers_that_the_numerics_quantise(written):
     loaded, _ = load_quantized(written[0])
     assert served(loaded, Numerics(execution="bf16")) is loaded
     with pytest.raises(
-        ModelError, match=r"layer 0, q: the checkpoint holds it unquantised, numerics quantise q/k"
+        ModelError, match=r"layer 0, q: the checkpoint holds it unquantised, the numerics quantise q/k"
     ):
         served(loaded, Numerics(layers="linear"))
+    with pytest.raises(
+        ModelError, match=r"layer 1, gate: .* in NVFP4, the numerics quantise nothing of this layer"
+    ):
+        served(loaded, replace(TILES, high_precision_layers=1))
     plain = replace(loaded.layers[1], down=loaded.layers[1].q)
     with pytest.raises(ModelError, match="layer 1, down: the checkpoint holds it unquantised"):
         served(replace(loaded, layers=(loaded.layers[0], plain)), TILES)
@@ -301,6 +316,13 @@ def test_what_cannot_be_written(tmp_path):
     params = tiny_params(config)
     with pytest.raises(ModelError, match=r"execution is 'bf16': nothing is quantised; use save_model"):
         save_quantized(tmp_path / "model", params, config, Numerics(execution="bf16"))
+    with pytest.raises(
+        ModelError, match=r"fused_shards is False: gate and up have global scales of their own"
+    ):
+        save_quantized(tmp_path / "model", params, config, Numerics())
+    none = Numerics(high_precision_layers=2, fused_shards=True)
+    with pytest.raises(ModelError, match=r"high_precision_layers is 2 of 2 layers: nothing is quantised"):
+        save_quantized(tmp_path / "model", params, config, none)
     with pytest.raises(ModelError, match=r"weight\.scope is 'row'.*accepted are tensor, static"):
         save_quantized(tmp_path / "model", params, config, Numerics(weight=QuantSpec(scope="row")))
     with pytest.raises(

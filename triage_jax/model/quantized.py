@@ -77,7 +77,7 @@ def load_dequantized(path: str | Path, dtype: DTypeLike = jnp.float32) -> tuple[
 
 
 def served(params: Params, numerics: Numerics) -> Params:
-    """A sampler's parameters as they are, checked to hold the operands that `numerics` would make.
+    """A sampler's parameters as they are, checked to hold the operands that `serving_params` would make.
 
     A BF16 or float32 execution multiplies operands with activations that are not quantised, as servers do on devices
     without NVFP4 products, and is not checked. Raises ModelError naming the first layer and weight that differ.
@@ -86,14 +86,15 @@ def served(params: Params, numerics: Numerics) -> Params:
         raise ModelError("served takes a sampler's parameters, as load_quantized makes them, not a learner's")
     if numerics.execution in ("bf16", "float32"):
         return params
-    expected = numerics.quantized_names()
     for index, layer in enumerate(params.layers):
+        quantised = index < len(params.layers) - numerics.high_precision_layers
+        expected = numerics.quantized_names() if quantised else ()
         for field in LAYER:
             stored = isinstance(getattr(layer, field), Operand)
             if stored != (field in expected):
                 raise ModelError(
-                    f"layer {index}, {field}: the checkpoint holds it {'in NVFP4' if stored else 'unquantised'}, "
-                    f"numerics quantise {'/'.join(expected)} of every layer; quantise the same layers in both"
+                    f"layer {index}, {field}: the checkpoint holds it {'in NVFP4' if stored else 'unquantised'}, the "
+                    f"numerics quantise {'/'.join(expected) or 'nothing'} of this layer; both must be the same"
                 )
     return params
 
@@ -104,7 +105,7 @@ def save_quantized(
     config: ModelConfig,
     numerics: Numerics,
     *,
-    share_global_scale: bool = True,
+    for_servers: bool = True,
     input_scale: float = 1.0,
     tokenizer_from: str | Path | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -112,32 +113,33 @@ def save_quantized(
 ) -> None:
     """Write a learner's parameters in ModelOpt's layout, with the codes that `numerics` multiplies in its forward pass.
 
-    Weights are rounded to BF16, then quantised by `numerics.weight`; a 16×16 tile's scale is repeated over its rows,
-    which is a legal scale of 1×16 blocks, so a server multiplies the very same numbers (numerics.md §0.4). Servers run
-    q/k/v and gate/up as one product with one global scale. `share_global_scale` gives each such group the scale of its
-    largest weight; without it every weight keeps its own, exactly as a learner multiplies them one by one, and only
-    readers that keep them apart (`load_quantized`) may have the file. Weights are quantised group by group. The
-    directory appears complete or not at all. Raises as `save_model` does, and ModelError where `numerics` quantise
-    nothing or ask for global scales that the layout has no place for.
+    A 16×16 tile's scale is repeated over its rows, which is a legal scale of 1×16 blocks, so a server multiplies the
+    very same numbers (numerics.md §0.4). Servers run q/k/v and gate/up as one product with one global scale; where the
+    numerics keep those apart, `for_servers` refuses to write what a server would read as other weights, and only
+    `load_quantized` may have the file. Weights are quantised group by group. The directory appears complete or not at
+    all. Raises as `save_model` does, and ModelError where `numerics` quantise nothing or ask for global scales that the
+    layout has no place for.
     """
-    names = numerics.quantized_names()
-    if not names:
-        raise ModelError(
-            f"numerics.execution is {numerics.execution!r}: nothing is quantised; use save_model"
-        )
-    if numerics.weight.scope not in STORABLE_SCOPES:
-        raise ModelError(
-            f"numerics.weight.scope is {numerics.weight.scope!r}: a checkpoint stores one global scale per weight; "
-            f"accepted are {', '.join(STORABLE_SCOPES)}"
-        )
+    _check_storable(numerics, for_servers=for_servers)
     leaves = _leaves(params, config)
-    modules = [name.removesuffix(WEIGHT) for name, field, _ in layer_tensors(config) if field in names]
-    groups = grouped(modules) if share_global_scale else [(module,) for module in modules]
+    count = config.num_layers - numerics.high_precision_layers
+    modules = [
+        name.removesuffix(WEIGHT)
+        for name, field, place in layer_tensors(config)
+        if field in numerics.quantized_names() and place[0] < count
+    ]
+    if not modules:
+        raise ModelError(
+            f"numerics.high_precision_layers is {numerics.high_precision_layers} of {config.num_layers} layers: "
+            "nothing is quantised; use save_model"
+        )
+    groups = grouped(modules) if numerics.fused_shards else [(module,) for module in modules]
     shapes = {name: leaf.shape[len(place) :] for name, (leaf, place) in leaves.items()}
+    masters = {module + WEIGHT for module in modules} if numerics.weight_source == "float32" else set()
 
     def read(name: str) -> jax.Array:
         leaf, place = leaves[name]
-        return jnp.asarray(leaf[place], jnp.bfloat16)
+        return jnp.asarray(leaf[place], jnp.float32 if name in masters else jnp.bfloat16)
 
     with atomic_directory(path, overwrite=overwrite) as directory:
         write_quantized(
@@ -148,11 +150,30 @@ def save_quantized(
             numerics.weight,
             input_scale=input_scale,
             max_shard_bytes=max_shard_bytes,
+            weight_dtype=jnp.float32 if masters else jnp.bfloat16,
         )
         write_configs(directory, config.to_hf(), ignored_modules(shapes, groups))
         write_json(directory / "generation_config.json", config.generation_to_hf())
         if tokenizer_from is not None:
             copy_tokenizer(Path(tokenizer_from), directory)
+
+
+def _check_storable(numerics: Numerics, *, for_servers: bool) -> None:
+    names, scope = numerics.quantized_names(), numerics.weight.scope
+    if not names:
+        raise ModelError(
+            f"numerics.execution is {numerics.execution!r}: nothing is quantised; use save_model"
+        )
+    if scope not in STORABLE_SCOPES:
+        raise ModelError(
+            f"numerics.weight.scope is {scope!r}: a checkpoint stores one global scale per weight; "
+            f"accepted are {', '.join(STORABLE_SCOPES)}"
+        )
+    if for_servers and not numerics.fused_shards and scope != "static":
+        raise ModelError(
+            "numerics.fused_shards is False: gate and up have global scales of their own, and servers take the larger "
+            "for both; set it, or write with for_servers=False for load_quantized alone"
+        )
 
 
 def _leaves(params: Params, config: ModelConfig) -> dict[str, tuple[Leaf, tuple[int, ...]]]:
