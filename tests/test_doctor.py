@@ -184,6 +184,14 @@ def test_attention_is_checked_only_where_it_is_quantised():
         check_execution("emulated", odd, replace(NUMERICS, layers="linear"))
 
 
+def test_what_the_products_refuse_is_refused_here(monkeypatch):
+    """A mixture's products take no native gradient: their own message, with the field in front of it."""
+    experts = replace(MODEL, architecture="qwen3_moe", num_experts=4, experts_per_token=2)
+    check_execution("emulated", experts, NUMERICS)
+    with pytest.raises(ExecutionError, match=r"^numerics\.learner\.execution 'emulated': .*backward"):
+        check_execution("emulated", experts, replace(NUMERICS, backward="nvfp4"))
+
+
 def te_recipe(monkeypatch, **settings) -> None:
     """Have every Numerics describe this recipe, and Transformer Engine work."""
     recipe = DotRecipe(**{"weight": QuantSpec(), "activation": QuantSpec(), "backward": "nvfp4"} | settings)

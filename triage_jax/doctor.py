@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from triage_jax.model import ModelConfig, Numerics
+from triage_jax.model import ModelConfig, Numerics, forward
 from triage_jax.model.numerics import ATTENTION, MLP
 from triage_jax.model.params import abstract_params
 from triage_jax.nvfp4 import DotRecipe, QuantSpec, dequantize, quantize, quantized_dot, te
@@ -189,16 +190,14 @@ def check_execution(
 ) -> None:
     """Raises ExecutionError if `execution` cannot run the quantised products of `model`, here, under `numerics`.
 
-    To be called before any weight is loaded: it looks at shapes only. `tokens`: rows times columns of one micro-batch,
-    over all `devices`.
+    To be called before any weight is loaded: it looks at shapes only, and traces a forward pass of them. `tokens`: rows
+    times columns of one micro-batch, over all `devices`.
     """
     if execution not in EXECUTIONS:
         raise ExecutionError(f"{where} is {execution!r}; accepted: {', '.join(EXECUTIONS)}")
-    if execution not in NVFP4:
-        return
     names = MLP if numerics.layers == "mlp" else ATTENTION + MLP
     layers: Any = abstract_params(model, jnp.float32).layers
-    for name in names:
+    for name in names if execution in NVFP4 else ():
         shape = getattr(layers, name).shape[1:]
         if shape[-1] % BLOCK:
             raise ExecutionError(
@@ -209,6 +208,18 @@ def check_execution(
             _check_te(where, name, shape, numerics.recipe, tokens, devices)
     if execution == "te" and (reason := te.unavailable()):
         raise ExecutionError(f"{where} 'te': {reason}")
+    if execution == numerics.execution:
+        _check_forward(where, model, numerics)
+
+
+def _check_forward(where: str, model: ModelConfig, numerics: Numerics) -> None:
+    """Whatever the products themselves refuse, they refuse while being traced."""
+    tokens, valid = (jax.ShapeDtypeStruct((1, BLOCK), dtype) for dtype in (jnp.int32, jnp.bool))
+    trace = partial(forward, config=model, numerics=numerics)
+    try:
+        jax.eval_shape(trace, abstract_params(model, jnp.float32), tokens, valid)
+    except ValueError as error:
+        raise ExecutionError(f"{where} {numerics.execution!r}: {error}") from error
 
 
 def _check_te(
