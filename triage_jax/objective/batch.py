@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from triage_jax.objective import segments
 from triage_jax.objective.config import TriageConfig
+from triage_jax.objective.ratios import ratio
+from triage_jax.objective.signed_mass import SignedMass, signed_mass
 
 
 @no_type_check  # fields may also hold shapes, dtypes or PartitionSpecs of the same tree
@@ -44,11 +46,12 @@ class Response:
 @no_type_check
 @struct.dataclass
 class Totals:
-    """Sums over a whole update. Sums of parts are the sums of the whole, exactly: every field is an integer.
+    """Sums over a whole update. Sums of parts are the sums of the whole; exactly, where they are integers.
 
     The Gate's weights add up to `weighted_whole + weighted_hundredths / 100` tokens. (Hundredths in one int32
     would overflow at 21 million tokens.) `responses` counts those with a positive sum of weights: a response
     without a valid token takes part in no mean. `repair_segments` counts segments with a valid token.
+    `signed_mass` is what BAPO finds its bounds from, and there for that objective only.
     """
 
     responses: Int[Array, ""]
@@ -56,6 +59,7 @@ class Totals:
     weighted_whole: Int[Array, ""]
     weighted_hundredths: Int[Array, ""]
     repair_segments: Int[Array, ""]
+    signed_mass: SignedMass | None = None
 
     def __add__(self, other: Self) -> Self:
         return jax.tree.map(jnp.add, self, other)
@@ -109,12 +113,14 @@ def to_hundredths(weights: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) 
 def update_totals(batch: TokenBatch, weights: Float[Array, "B T"], config: TriageConfig) -> Totals:
     """The sums that normalise one update, to be taken before it is split into micro-batches or over devices.
 
-    Totals of parts add up (`+`, or `psum` of every leaf). Raises ValueError on shapes that do not agree.
+    Totals of parts add up (`+`, or `psum` of every leaf). `config.name` "bapo" adds what that objective needs.
+    Raises ValueError on shapes that do not agree.
     """
     check_shapes(batch, weights=weights)
+    balanced = config.name == "bapo"
 
-    def one(mask: Shaped[Array, " T"], weights: Float[Array, " T"]) -> Totals:
-        mask = as_mask(mask)
+    def one(batch: TokenBatch, weights: Float[Array, " T"]) -> Totals:
+        mask = as_mask(batch.mask)
         hundredths = to_hundredths(weights, mask).sum(dtype=jnp.int32)
         filled = segments.count(segments.split(mask, config.repair.segment)) > 0
         return Totals(
@@ -123,7 +129,13 @@ def update_totals(batch: TokenBatch, weights: Float[Array, "B T"], config: Triag
             weighted_whole=hundredths // 100,
             weighted_hundredths=hundredths % 100,
             repair_segments=filled.sum(dtype=jnp.int32),
+            signed_mass=_signed_mass(batch, config) if balanced else None,
         )
 
-    per_response = jax.vmap(one)(batch.mask, weights)
-    return lax.stop_gradient(jax.tree.map(lambda x: x.sum(axis=0, dtype=jnp.int32), per_response))
+    per_response = jax.vmap(one)(batch, weights)
+    return lax.stop_gradient(jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), per_response))
+
+
+def _signed_mass(batch: TokenBatch, config: TriageConfig) -> SignedMass:
+    response = response_of(batch, jnp.result_type(batch.old_logp))
+    return signed_mass(ratio(response.gap), response.advantage, config.rivals.bapo)

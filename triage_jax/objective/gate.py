@@ -52,10 +52,16 @@ def response_weights(response: Response, config: GateConfig) -> Float[Array, " T
     """Gate weights of one response; 1 where masked."""
     if not config.enabled:
         return jnp.ones_like(response.gap)
-    verdict = gate_segments(response, config)
+    return spread_weights(gate_segments(response, config).weight, response, config)
+
+
+def spread_weights(
+    hundredths: Int[Array, " S"], response: Response, config: GateConfig
+) -> Float[Array, " T"]:
+    """Weight of every token from those of the segments, by `config.scope`; 1 where masked or undamped."""
     damped = response.mask if config.scope == "whole" else response.gap < 0
     # A table, because a compiled division by 100 is a product with 0.01, which misses the nearest float.
-    weight = jnp.asarray([k / 100 for k in range(101)], response.gap.dtype)[verdict.weight]
+    weight = jnp.asarray([k / 100 for k in range(101)], response.gap.dtype)[hundredths]
     spread = jnp.broadcast_to(weight[:, None], (weight.shape[0], config.segment))
     spread = segments.join(spread, response.gap.shape[0])
     return lax.stop_gradient(jnp.where(damped, spread, 1))

@@ -1,9 +1,11 @@
 """The TRIAGE objective (arXiv 2610.07043): policy loss under the Gate, plus Repair."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from triage_jax.objective.batch import (
     Response,
@@ -19,7 +21,8 @@ from triage_jax.objective.config import TriageConfig
 from triage_jax.objective.gate import gate_weights
 from triage_jax.objective.metrics import Max, Mean, Metrics, Sum, collapse
 from triage_jax.objective.mismatch import response_metrics
-from triage_jax.objective.policy import normalizer, policy_loss, ratio
+from triage_jax.objective.policy import TokenLoss, normalizer, policy_loss, ppo_tis_losses
+from triage_jax.objective.ratios import ratio
 from triage_jax.objective.repair import RepairSegments, repair_segments
 
 
@@ -32,24 +35,24 @@ def _coefficient(
     if repair.start_step == 0:
         return jnp.full((), repair.coefficient, dtype)
     if step is None:
-        raise ValueError(f"repair.start_step is {repair.start_step}, so triage_loss needs `step`")
+        raise ValueError(f"repair.start_step is {repair.start_step}, so the loss needs `step`")
     return jnp.where(jnp.asarray(step) >= repair.start_step, repair.coefficient, 0.0).astype(dtype)
 
 
 def _live_metrics(
-    logp: Float[Array, " T"], response: Response, repair: RepairSegments, config: TriageConfig
+    logp: Float[Array, " T"], response: Response, removed: Bool[Array, " T"], repair: RepairSegments
 ) -> Metrics:
     """Metrics of one response that depend on the live log-probabilities."""
-    mask, advantage = response.mask, response.advantage
+    mask = response.mask
     tokens, segments = mask.sum(dtype=jnp.int32), repair.valid.sum(dtype=jnp.int32)
     log_ratio = lax.stop_gradient(logp) - response.old_logp
     r = ratio(log_ratio)
-    clipped = jnp.where(advantage > 0, r > 1 + config.clip.high, (advantage < 0) & (r < 1 - config.clip.low))
+    removed = removed & (response.advantage != 0)
     active = repair.valid & (repair.force > 0)
     in_scope = repair.selected > 0
     return {
         "ppo/ratio/token": Mean(total=zero_masked(r, mask).sum(), count=tokens),
-        "ppo/clip_fraction/token": Mean(total=clipped.sum(dtype=jnp.int32), count=tokens),
+        "ppo/clip_fraction/token": Mean(total=removed.sum(dtype=jnp.int32), count=tokens),
         "ppo/approx_kl/token": Mean(total=(r - 1 - log_ratio).sum(), count=tokens),
         "repair/mean_gap/segment": Mean(total=repair.mean_gap.sum(), count=segments),
         "repair/active_fraction/segment": Mean(total=active.sum(dtype=jnp.int32), count=segments),
@@ -87,11 +90,29 @@ def triage_loss(
     that do not agree, and without a `step` that is needed.
     """
     check_shapes(batch, logp=logp, weights=weights)
-    dtype = jnp.result_type(logp)
     if weights is None:
         weights = gate_weights(batch.old_logp - batch.sampler_logp, batch.advantages, batch.mask, config)
     if totals is None:
         totals = update_totals(batch, weights, config)
+    return objective_loss(partial(ppo_tis_losses, config=config), logp, batch, config, totals, weights, step)
+
+
+def objective_loss(
+    token_loss: TokenLoss,
+    logp: Float[Array, "B T"],
+    batch: TokenBatch,
+    config: TriageConfig,
+    totals: Totals,
+    weights: Float[Array, "B T"],
+    step: int | Int[Array, ""] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """What every objective shares: token losses in the weighted reduction, Repair, and the metrics.
+
+    Arguments and splits as for `triage_loss`, which is this with `ppo_tis_losses`; `token_loss` sees one
+    response at a time, zero where masked.
+    """
+    check_shapes(batch, logp=logp, weights=weights)
+    dtype = jnp.result_type(logp)
     policy_total = normalizer(totals, config.reduction, dtype)
     repair_total = jnp.maximum(totals.repair_segments, 1).astype(dtype)
     coefficient = _coefficient(config, step, dtype)
@@ -101,10 +122,10 @@ def triage_loss(
     ) -> tuple[Float[Array, ""], Float[Array, ""], Metrics]:
         response = response_of(batch, dtype)
         logp = zero_masked(logp, response.mask)
-        hundredths = to_hundredths(weights, response.mask)
-        policy = policy_loss(logp, response, hundredths, config.clip, config.tis, config.reduction)
+        losses, removed = token_loss(logp, response)
+        policy = policy_loss(losses, to_hundredths(weights, response.mask), config.reduction)
         repair = repair_segments(logp, response, config.repair)
-        metrics = response_metrics(response, weights, config) | _live_metrics(logp, response, repair, config)
+        metrics = response_metrics(response, weights, config) | _live_metrics(logp, response, removed, repair)
         return policy, repair.penalty.sum(), metrics
 
     policy, penalty, metrics = jax.vmap(one)(logp, batch, lax.stop_gradient(weights))

@@ -15,7 +15,8 @@ from triage_jax.objective.batch import (
 from triage_jax.objective.config import TriageConfig
 from triage_jax.objective.gate import gate_segments, gate_weights
 from triage_jax.objective.metrics import EffectiveSize, Max, Mean, Metrics, Min, Sum, collapse
-from triage_jax.objective.policy import LOG_RATIO_BOUND, ratio, tis_weights
+from triage_jax.objective.policy import tis_weights
+from triage_jax.objective.ratios import LOG_RATIO_BOUND, ratio
 
 
 def _count(mask: Bool[Array, "..."]) -> Array:
