@@ -1,0 +1,270 @@
+"""Dumps of any of the accepted kinds, as a source that is read one update at a time.
+
+| files | content |
+| --- | --- |
+| `RUN` or `RUN/dumps/*.npz` | this package's dumps |
+| `*.jsonl` | a response per line: verl's `rollout_data_dir`, NeMo-RL's `train_data_step*.jsonl`, others with `--map` |
+| `*.pt` | slime's and miles' debug files; needs torch, which loads nothing but tensors and plain values |
+| `*.parquet` | one response per row, TRL's completions for one; needs pyarrow |
+| `*.npz` | other arrays [B, T], with `--map` |
+"""
+
+import itertools
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from triage_jax.characterize.dumps import FORMAT, Dump, DumpError, checked, read_arrays, read_dump, step_of
+from triage_jax.characterize.rows import Row, RowError, Skipped, columns_of, dump_of, parse_row
+
+SUFFIXES = (".npz", ".jsonl", ".pt", ".parquet")
+NOT_DUMPS = ("metrics.jsonl",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource:
+    """Files of one run, in the order of the number in their names; those of one step (of several ranks) are joined."""
+
+    files: tuple[Path, ...]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Names chosen with --map"""
+    strict: bool = False
+    """Stop at the first row that cannot be used, instead of counting it"""
+    skipped: Skipped = field(default_factory=Skipped)
+
+    def steps(self) -> list[int]:
+        """Every update's number, in order. Raises DumpError if the files go back to an earlier one."""
+        found: list[int] = []
+        for number, file in enumerate(self.files):
+            for step in _steps(file, number, self.columns):
+                if found and step < found[-1]:
+                    raise DumpError(f"{file}: step {step} after step {found[-1]}; accepted: steps in order")
+                if not found or step != found[-1]:
+                    found.append(step)
+        return found
+
+    def dumps(self, steps: frozenset[int] | None = None) -> Iterator[Dump]:
+        """The updates. Raises DumpError for a file that cannot be used, or for a row if `strict`."""
+        self.skipped.rows, self.skipped.reasons = 0, []
+        parts = itertools.chain.from_iterable(
+            self._parts(n, file, steps) for n, file in enumerate(self.files)
+        )
+        for _, same in itertools.groupby(parts, key=lambda dump: dump.step):
+            yield _join(list(same))
+
+    def _parts(self, number: int, file: Path, steps: frozenset[int] | None) -> Iterator[Dump]:
+        if file.suffix == ".npz":
+            dump = _read_npz(file, number, self.columns)
+            if steps is None or dump.step in steps:
+                yield dump
+            return
+        default = _default_step(file, number)
+        columns: dict[str, str] = {}
+        pending: list[Row] = []
+        current, used = default, False
+        for place, raw in _raw_rows(file):
+            try:
+                if isinstance(raw, str):
+                    raise RowError(raw)
+                columns = columns or columns_of(set(raw), self.columns, place)
+                step = _step(raw, columns, default)
+                if steps is not None and step not in steps:
+                    used = True
+                    continue
+                row = parse_row(raw, columns)
+            except RowError as error:
+                if self.strict:
+                    raise DumpError(f"{place}: {error}") from None
+                self.skipped.add(f"{place}: {error}")
+                continue
+            if pending and step != current:
+                yield dump_of(pending, current, str(file))
+                pending = []
+            current, used = step, True
+            pending.append(row)
+        if pending:
+            yield dump_of(pending, current, str(file))
+        if not used:
+            reasons = self.skipped.reasons
+            raise DumpError(
+                f"{file}: no usable row" + (f"; {reasons[-1]}" if reasons else ", the file is empty")
+            )
+
+
+def open_source(
+    paths: list[Path], *, columns: Mapping[str, str] | None = None, strict: bool = False
+) -> FileSource:
+    """The files that the paths name: a run, a directory of dumps, or files, all parts of one run.
+
+    Raises DumpError for a path without any, and FileNotFoundError.
+    """
+    files = sorted({file for path in paths for file in _files(path)}, key=_order)
+    return FileSource(files=tuple(files), columns=columns or {}, strict=strict)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise DumpError(f"{path}: unknown kind of file; accepted: {', '.join(SUFFIXES)}")
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such file or directory")
+    inside = path / "dumps" if (path / "dumps").is_dir() else path
+    files = [f for f in inside.iterdir() if f.suffix in SUFFIXES and f.name not in NOT_DUMPS]
+    if not files:
+        hint = " (a run writes them with track.dumps set)" if (path / "metrics.jsonl").exists() else ""
+        raise DumpError(f"{inside}: no dump found{hint}; accepted: {', '.join(SUFFIXES)}")
+    return files
+
+
+def _order(file: Path) -> tuple[float, str]:
+    step = step_of(file)
+    return (float("inf") if step is None else step, str(file))
+
+
+def _default_step(file: Path, number: int) -> int:
+    found = step_of(file)
+    return number if found is None else found
+
+
+def _step(raw: Mapping[str, Any], columns: Mapping[str, str], default: int) -> int:
+    value = raw.get(columns["step"]) if "step" in columns else None
+    return int(value) if isinstance(value, int | float) else default
+
+
+def _steps(file: Path, number: int, chosen: Mapping[str, str]) -> Iterator[int]:
+    """Numbers of the updates of one file, without looking at its tokens."""
+    default = _default_step(file, number)
+    if file.suffix == ".npz":
+        yield _npz_step(file, chosen.get("step", "step"), default)
+        return
+    columns: dict[str, str] = {}
+    for place, raw in _raw_rows(file):
+        if not isinstance(raw, str):
+            columns = columns or columns_of(set(raw), chosen, place)
+            yield _step(raw, columns, default)
+
+
+def _read_npz(file: Path, number: int, chosen: Mapping[str, str]) -> Dump:
+    arrays = read_arrays(file)
+    if not chosen and str(arrays.get("format")) == FORMAT:
+        return read_dump(file)
+    columns = columns_of(set(arrays), chosen, str(file))
+    if "advantages" not in columns:
+        raise DumpError(f"{file}: no array for advantages; found: {', '.join(sorted(arrays))}")
+    named = {column: arrays[name] for column, name in columns.items() if column not in ("group", "step")}
+    named.setdefault("mask", np.ones(named["learner_logp"].shape, bool))
+    step = _npz_step(file, columns.get("step", "step"), _default_step(file, number))
+    return checked(named, step, str(file))
+
+
+def _npz_step(file: Path, name: str, default: int) -> int:
+    """The scalar of that name, read without the large arrays."""
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            return int(archive[name]) if name in archive.files else default
+    except (zipfile.BadZipFile, ValueError, TypeError, EOFError) as error:
+        raise DumpError(f"{file}: not a readable npz with a number `{name}` ({error})") from None
+
+
+def _raw_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
+    """Place and content of each row; a string says why it has none."""
+    if file.suffix == ".jsonl":
+        yield from _json_rows(file)
+    elif file.suffix == ".pt":
+        yield from _torch_rows(file)
+    else:
+        yield from _parquet_rows(file)
+
+
+def _json_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                yield f"{file}:{number}", f"not JSON ({error.msg} at column {error.colno})"
+                continue
+            yield f"{file}:{number}", row if isinstance(row, dict) else "not a JSON object"
+
+
+def _torch_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DumpError(
+            f"{file}: a torch file, and torch is not installed: install it, or save the same fields as JSONL or npz"
+        ) from None
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises its own, pickle's and zip's errors here
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DumpError(
+            f"{file}: not a torch file of tensors and plain values ({reason}); other objects are not unpickled"
+        ) from None
+    if not isinstance(content, dict) or not ({"samples", "rollout_data"} & content.keys()):
+        raise DumpError(
+            f"{file}: accepted: slime's or miles' debug files, a dict with `samples` or `rollout_data`"
+        )
+    step = {"rollout_id": content["rollout_id"]} if "rollout_id" in content else {}
+    for number, row in enumerate(_samples(content, file)):
+        yield f"{file}: sample {number}", row | step
+
+
+def _samples(content: Mapping[str, Any], file: Path) -> Iterator[dict[str, Any]]:
+    if "samples" in content:
+        yield from content["samples"]
+        return
+    data = content["rollout_data"]
+    count = len(data.get("response_lengths", data.get("log_probs", ())))
+    per_sample = {name: v for name, v in data.items() if isinstance(v, list) and len(v) == count}
+    if not count:
+        raise DumpError(f"{file}: `rollout_data` has no samples; found: {', '.join(sorted(data))}")
+    for i in range(count):
+        yield {name: values[i] for name, values in per_sample.items()}
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
+    try:
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DumpError(
+            f"{file}: a Parquet file, and pyarrow is not installed: install it, or save the same columns as JSONL"
+        ) from None
+    number = 0
+    for batch in parquet.ParquetFile(file).iter_batches(batch_size=64):
+        for row in batch.to_pylist():
+            yield f"{file}: row {number}", row
+            number += 1
+
+
+def _join(parts: list[Dump]) -> Dump:
+    """Parts of one update, such as those of several ranks, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.mask.shape[1] for part in parts)
+    per_token = any(part.advantages.ndim == 2 for part in parts)
+
+    def joined(name: str) -> np.ndarray:
+        arrays = [getattr(part, name) for part in parts]
+        if name == "advantages" and per_token:
+            arrays = [
+                x if x.ndim == 2 else np.broadcast_to(x[:, None], part.mask.shape)
+                for x, part in zip(arrays, parts, strict=True)
+            ]
+        if arrays[0].ndim == 2:
+            arrays = [np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in arrays]
+        return np.concatenate(arrays)
+
+    names = ("learner_logp", "sampler_logp", "mask", "advantages")
+    rewards = joined("rewards") if all(part.rewards is not None for part in parts) else None
+    return Dump(
+        step=parts[0].step, source=parts[0].source, rewards=rewards, **{name: joined(name) for name in names}
+    )
