@@ -8,6 +8,7 @@ import yaml
 
 from triage_jax.cli import packaged_config, parse
 from triage_jax.config import ConfigError, TrainConfig, flatten, from_dict, load_yaml, to_dict
+from triage_jax.model.presets import PRESETS
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -127,3 +128,23 @@ def test_every_section_is_frozen():
             first = dataclasses.fields(section)[0].name
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(section, first, None)
+
+
+def test_a_recipe_by_name_and_what_differs_from_it(tmp_path):
+    text = "numerics:\n  learner: te_default\n  sampler: {preset: sglang_per_token, activation: {tile: 1x16}, router: bf16}\n"
+    numerics = parse(["--config", _written(tmp_path, text), "--numerics.learner.layers", "mlp"]).config.numerics
+    assert numerics.learner == dataclasses.replace(PRESETS["te_default"], layers="mlp")
+    assert numerics.sampler == dataclasses.replace(PRESETS["sglang_per_token"], router="bf16")
+    with pytest.raises(ConfigError, match=r"numerics.learner: 'te_defualt' is no recipe; accepted: bf16, te_default"):
+        parse(["--config", _written(tmp_path, "numerics: {learner: te_defualt}")])
+
+
+def test_files_are_laid_over_each_other(tmp_path):
+    first = _written(tmp_path, "steps: 7\nrollout: {temperature: 0.5, max_new_tokens: 9}\n")
+    second = tmp_path / "second.yaml"
+    second.write_text("rollout: {temperature: 0.7}\n")
+    config = parse(["--config", first, f"--config={second}", "--steps", "8"]).config
+    assert (config.steps, config.rollout.temperature, config.rollout.max_new_tokens) == (8, 0.7, 9)
+    second.write_text("rolout: {temperature: 0.7}\n")
+    with pytest.raises(ConfigError, match=r"run.yaml \+ .*second.yaml: rolout: unknown field"):
+        parse(["--config", first, "--config", str(second)])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from triage_jax.config import ConfigError, TrainConfig, from_dict, load_yaml
+from triage_jax.config import ConfigError, TrainConfig, from_dict, laid_over, load_yaml
 
 DESCRIPTION = """Train a language model by reinforcement learning with NVFP4 W4A4 on both sides and TRIAGE.
 
@@ -71,16 +71,8 @@ def _defaults(arguments: Sequence[str]) -> tuple[dict, str]:
     paths = paths or [packaged_config("quickstart.yaml")]
     data: dict[str, Any] = {}
     for path in paths:
-        data = _laid_over(data, load_yaml(path))
+        data = laid_over(data, load_yaml(path))
     return data, " + ".join(map(str, paths))
-
-
-def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        old = below.get(key)
-        merged[key] = _laid_over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def packaged_config(name: str) -> Path:

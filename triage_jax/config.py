@@ -12,6 +12,7 @@ import yaml
 
 from triage_jax.learner import LearnerConfig, OptimizerConfig
 from triage_jax.model import Numerics
+from triage_jax.model.presets import PRESETS
 from triage_jax.nvfp4 import QuantSpec
 from triage_jax.objective import TriageConfig
 from triage_jax.rollout import LocalEngineConfig
@@ -199,6 +200,8 @@ def from_dict[Config](kind: type[Config], data: dict[str, Any], source: str, pre
             hint = f"did you mean {prefix}{close[0]}? " if close else ""
             raise ConfigError(f"{where}: unknown field; {hint}accepted here: {', '.join(known)}")
         expected = hints[key]
+        if expected is Numerics:
+            value = _from_preset(value, where)
         if dataclasses.is_dataclass(expected):
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}: a mapping of fields is needed, found {value!r}")
@@ -211,6 +214,26 @@ def from_dict[Config](kind: type[Config], data: dict[str, Any], source: str, pre
         raise
     except ValueError as error:
         raise ConfigError(f"{source}: {prefix or 'the whole'}: {error}") from None
+
+
+def _from_preset(value: Any, where: str) -> Any:
+    """A recipe's name, or a mapping with `preset` and what differs from it, as the mapping it stands for."""
+    name = value.get("preset") if isinstance(value, dict) else value
+    if not isinstance(name, str):
+        return value
+    if name not in PRESETS:
+        raise ConfigError(f"{where}: {name!r} is no recipe; accepted: {', '.join(PRESETS)}")
+    changes = {key: item for key, item in value.items() if key != "preset"} if isinstance(value, dict) else {}
+    return laid_over(to_dict(PRESETS[name]), changes)
+
+
+def laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`below` with the leaves of `above` in place of its own."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = below.get(key)
+        merged[key] = laid_over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def to_dict(config: object) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import yaml
 
+from triage_jax.doctor import check_execution
 from triage_jax.config import QUICKSTART, ConfigError, TrainConfig, flatten, from_dict, load_yaml, to_dict
 from triage_jax.learner import (
     Checkpoints,
@@ -25,7 +26,9 @@ from triage_jax.learner import (
     parameter_shardings,
 )
 from triage_jax.metrics import MetricLog, TensorBoard, Tracker, WeightsAndBiases, write_atomically
-from triage_jax.model import ModelConfig, Params, load_model, save_model
+from triage_jax.model import ModelConfig, Params, load_dequantized, load_model, save_model
+from triage_jax.model.load import load_config, read_json
+from triage_jax.nvfp4.te import te_mesh
 from triage_jax.rollout import Engine, LocalEngine
 from triage_jax.rollout.sglang import SglangEngine
 from triage_jax.tasks.arithmetic import ArithmeticTask
@@ -153,14 +156,18 @@ def open_run(config: TrainConfig, *, resume: bool = False) -> Iterator[Run]:
         model_path = resolve_model(config.model.path)
         with _reported("model.path"):
             codec = load_tokenizer(model_path)
-        params, model = load_model(model_path)
+        model = load_config(model_path, quantized=True)
         _check_context(config, model)
         _check_routing(config, model)
+        _check_executions(config, model)
+        params, _ = _load_policy(model_path)
         with _reported("task"):
             task = _open_task(config, stack)
         learner = make_learner(config, model)
         with _reported("learner"):
             mesh = make_mesh(config.learner.mesh)
+        if config.numerics.learner.execution == "te":
+            stack.enter_context(te_mesh(mesh))
         checkpoints = Checkpoints(paths.checkpoints, config.checkpoint.keep)
         stack.callback(checkpoints.close)
 
@@ -279,6 +286,31 @@ def _reported(field: str) -> Iterator[None]:
         raise
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(f"{field}: {error}") from error
+
+
+def _check_executions(config: TrainConfig, model: ModelConfig) -> None:
+    """Before any weight is loaded: what this machine cannot execute."""
+    rollout, settings = config.rollout, config.learner
+    learner, sampler = config.numerics.learner, config.numerics.sampler
+    rows = settings.micro_batch or rollout.rows
+    with _reported("numerics"):
+        check_execution(
+            learner.execution,
+            model,
+            learner,
+            tokens=rows * (rollout.max_prompt_tokens + rollout.max_new_tokens),
+            devices=settings.mesh.data * settings.mesh.fsdp,
+        )
+        if rollout.engine == "local" and sampler.execution not in ("float32", "bf16", "emulated"):
+            raise ValueError(
+                f"sampler.execution is {sampler.execution!r}; the local engine accepts float32, bf16, emulated"
+            )
+
+
+def _load_policy(path: Path) -> tuple[Params, ModelConfig]:
+    """Float32 weights; of an NVFP4 checkpoint the numbers that its codes stand for."""
+    quantized = read_json(path / "config.json").get("quantization_config") is not None
+    return load_dequantized(path) if quantized else load_model(path)
 
 
 def _check_routing(config: TrainConfig, model: ModelConfig) -> None:

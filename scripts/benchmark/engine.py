@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--torch-python", type=Path, help="without it only our own rates are printed")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--numerics", nargs="+", default=list(NUMERICS), choices=NUMERICS, help="ours to measure")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts of the peer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bound", type=float, default=3.0, help="smallest ratio that passes")
@@ -51,7 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     prompts = np.random.default_rng(0).integers(100, 1000, (arguments.batch, PROMPT_TOKENS)).tolist()
-    rates = {f"ours, {name}": ours(arguments, prompts, numerics) for name, numerics in NUMERICS.items()}
+    rates = {f"ours, {name}": ours(arguments, prompts, NUMERICS[name]) for name in arguments.numerics}
     if arguments.torch_python:
         rates |= peer(arguments, prompts)
     report = {"batch": arguments.batch, "new_tokens": arguments.new_tokens, "tokens_per_second": rates}

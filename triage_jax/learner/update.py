@@ -103,7 +103,9 @@ def init_state(learner: Learner, params: Params) -> LearnerState:
 def score(learner: Learner, params: Params, batch: RolloutBatch) -> TokenScores:
     """Log-probability and entropy of every response token under the learner, `[B, N]`."""
     micro = _micro_batches(learner, batch)
-    scores = jax.lax.map(lambda piece: _score(learner, params, piece), micro)
+    # Nothing is rounded stochastically without a gradient, but Transformer Engine asks for a key all the same.
+    key = jax.random.key(0) if learner.numerics.needs_key else None
+    scores = jax.lax.map(lambda piece: _score(learner, params, piece, key), micro)
     return jax.tree.map(_join, scores)
 
 

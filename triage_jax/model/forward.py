@@ -220,10 +220,9 @@ def _attend_cache(
     scores = jnp.einsum("bkqd,bksd->bkqs", q, keys, preferred_element_type=jnp.float32) * size**-0.5
     allowed = jnp.repeat(mask, groups, axis=2)
     weights = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    mixed = jnp.einsum(
-        "bkqs,bksd->bkqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-    )
-    mixed = mixed.astype(values.dtype).reshape(rows, -1, count, groups, size)
+    # Accumulated in float32 all the same, and rounded where it is written.
+    mixed = jnp.einsum("bkqs,bksd->bkqd", weights.astype(values.dtype), values)
+    mixed = mixed.reshape(rows, -1, count, groups, size)
     return mixed.transpose(0, 2, 1, 3, 4).reshape(rows, count, heads, size)
 
 

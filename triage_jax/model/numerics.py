@@ -17,7 +17,7 @@ MLP = ("gate", "up", "down")
 ATTENTION = ("q", "k", "v", "o")
 FUSED = (("q", "k", "v"), ("gate", "up"))
 """Weights that share their input, and that servers multiply as one matrix"""
-NVFP4 = ("emulated", "scaled_matmul")
+NVFP4 = ("emulated", "scaled_matmul", "te")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,8 @@ class Numerics:
     """
 
     execution: Execution = "emulated"
-    """float32; bf16; emulated (exact NVFP4 W4A4 on any device); scaled_matmul (the same, native on Blackwell)"""
+    """float32; bf16; emulated (exact NVFP4 W4A4 on any device); scaled_matmul (the same, native on Blackwell); te
+    (Transformer Engine, on Blackwell)"""
     layers: Literal["mlp", "linear"] = "mlp"
     """Quantised products: mlp (gate, up, down; the reported recipe) or linear (attention projections too)"""
     high_precision_layers: int = 0
@@ -146,9 +147,9 @@ def serving_params(params: Params, numerics: Numerics) -> Params:
         raise ValueError(
             "serving_params takes a learner's parameters, with stacked layers; these are a sampler's"
         )
-    if numerics.execution == "scaled_matmul":
+    if numerics.execution in ("scaled_matmul", "te"):
         raise ValueError(
-            "the local sampler has no execution 'scaled_matmul'; accepted: float32, bf16, emulated"
+            f"the local sampler has no execution {numerics.execution!r}; accepted: float32, bf16, emulated"
         )
     masters: Any = params.layers
     # Copies, even where the dtype is right already: the learner gives its own buffers away at the next update.

@@ -120,7 +120,7 @@ def save_quantized(
     all. Raises as `save_model` does, and ModelError where `numerics` quantise nothing or ask for global scales that the
     layout has no place for.
     """
-    _check_storable(numerics, for_servers=for_servers)
+    check_storable(numerics, for_servers=for_servers)
     leaves = _leaves(params, config)
     count = config.num_layers - numerics.high_precision_layers
     modules = [
@@ -158,7 +158,8 @@ def save_quantized(
             copy_tokenizer(Path(tokenizer_from), directory)
 
 
-def _check_storable(numerics: Numerics, *, for_servers: bool) -> None:
+def check_storable(numerics: Numerics, *, for_servers: bool = True) -> None:
+    """Raise ModelError unless ModelOpt's layout holds what `numerics` multiply, as servers read it."""
     names, scope = numerics.quantized_names(), numerics.weight.scope
     if not names:
         raise ModelError(

@@ -15,8 +15,9 @@ from triage_jax.nvfp4.product import Execution as Execution
 from triage_jax.nvfp4.product import along_output, bf16_product, contract, dense, product, quantised
 from triage_jax.nvfp4.quantize import QuantizedTensor
 from triage_jax.nvfp4.spec import DotRecipe
+from triage_jax.nvfp4.te import te_dot
 
-NVFP4: tuple[Execution, ...] = ("emulated", "scaled_matmul")
+NVFP4: tuple[Execution, ...] = ("emulated", "scaled_matmul", "te")
 """Executions that quantise both operands."""
 
 
@@ -37,6 +38,7 @@ def quantized_dot(
         of code × block scale with float32 accumulation, then times fl(sₓ·s_w) in float32.
         "scaled_matmul": the same on `jax.nn.scaled_matmul`, native FP4 where the device has it; differs from
         "emulated" in the order of accumulation only.
+        "te": forward and gradients by Transformer Engine, on Blackwell; refuses recipes that it would not follow.
 
     Gradients: of "bf16", straight through: dx = g·w, dw = gᵀ·x on operands cast to BF16, accumulated in
     float32; of the NVFP4 executions as `recipe.backward` says. `key` is a JAX random key for stochastic
@@ -57,6 +59,10 @@ def quantized_dot(
         raise ValueError(
             "quantized_dot: execution 'scaled_matmul' needs w as a QuantizedTensor, not an Operand"
         )
+    if execution == "te":
+        if recipe is None or isinstance(w, Operand | QuantizedTensor):
+            raise ValueError("quantized_dot: execution 'te' quantises its weights itself; pass an array")
+        return te_dot(x, w, recipe, key)
     if execution == "float32":
         return _plain(x, from_quantized(w) if isinstance(w, QuantizedTensor) else w)
     return _dot(x, w, key, recipe if execution in NVFP4 else None, execution)

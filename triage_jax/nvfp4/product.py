@@ -11,7 +11,7 @@ from triage_jax.nvfp4.operand import Operand, to_operand
 from triage_jax.nvfp4.quantize import QuantizedTensor, dequantize, quantize
 from triage_jax.nvfp4.spec import QuantSpec
 
-Execution = Literal["float32", "bf16", "emulated", "scaled_matmul"]
+Execution = Literal["float32", "bf16", "emulated", "scaled_matmul", "te"]
 
 
 def quantised(

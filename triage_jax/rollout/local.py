@@ -17,6 +17,7 @@ from triage_jax.model import (
     Params,
     forward_cached,
     logits_of,
+    served,
     serving_params,
 )
 from triage_jax.rollout.protocol import (
@@ -86,7 +87,10 @@ class LocalEngine:
         return self._version
 
     def update_weights(self, params: Params, version: int) -> None:
-        self._weights = jax.block_until_ready(_prepare(params, self._numerics))
+        if isinstance(params.layers, tuple):  # read from a quantised checkpoint
+            self._weights = served(params, self._numerics)
+        else:
+            self._weights = jax.block_until_ready(_prepare(params, self._numerics))
         self._version = version
 
     def generate(
@@ -223,7 +227,7 @@ def _generate(
         return append(replace(state, cache=cache), logits_of(weights, hidden[:, 0], numerics))
 
     stages = _stages(limit)
-    cache = KVCache.empty(config, rows, width + stages[0] - 1, numerics.compute_dtype)
+    cache = KVCache.empty(config, rows, width, numerics.compute_dtype)
     hidden, cache = forward_cached(weights, tokens, valid, cache, config, numerics)
     state = _State(
         step=jnp.zeros((), jnp.int32),
@@ -244,12 +248,12 @@ def _generate(
 
 
 def _stages(limit: int) -> tuple[int, ...]:
-    """Response lengths at which the cache grows: 32, 64, 128, ... up to `limit`.
+    """Response lengths at which the cache grows: 16, 32, 48, 64, 96, 128, 192, ... up to `limit`.
 
-    Attention reads every slot of the cache, filled or not. With one loop per doubling it reads at most twice what is
-    filled, for the price of compiling the decode step once per stage.
+    Attention reads every slot of the cache, filled or not. With two loops per doubling it reads at most half again of
+    what is filled, for the price of compiling the decode step once per stage.
     """
-    ends = [32]
+    ends = [16, 32]
     while ends[-1] < limit:
-        ends.append(2 * ends[-1])
+        ends += [3 * ends[-1] // 2, 2 * ends[-1]]
     return (*(end for end in ends if end < limit), limit)

@@ -28,12 +28,13 @@ def draw(
     """
     rows, vocab = logits.shape
     highest = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - highest)
-    weights = jnp.pad(weights, ((0, 0), (0, -vocab % block))).reshape(rows, -1, block)
-    mass = jnp.sum(weights, axis=-1)
+    padding = ((0, 0), (0, -vocab % block))
+    blocks = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(rows, -1, block)
+    # The exponentials are summed as they are made, and those of one block made again: cheaper than to keep them all.
+    mass = jnp.sum(jnp.exp(blocks - highest[:, :, None]), axis=-1)
     total = jnp.sum(mass, axis=-1, keepdims=True)
     chosen, rest = _pick(mass, uniforms[:, None] * total)
-    inside = jnp.take_along_axis(weights, chosen[:, None, None], axis=1)[:, 0]
+    inside = jnp.exp(jnp.take_along_axis(blocks, chosen[:, None, None], axis=1)[:, 0] - highest)
     offset, _ = _pick(inside, rest)
     token = chosen * block + offset
     picked = jnp.take_along_axis(logits, token[:, None], axis=-1)

@@ -25,7 +25,7 @@ KEY, ADMIN = "sk-user-5f2c", "sk-admin-91ab"
         ({"connect_timeout": float("nan")}, "connect_timeout is nan"),
         ({"retries": -1}, "retries is -1; accepted: 0 or more"),
         ({"backoff": 31.0}, "backoff is 31.0; accepted: 0 to 30 seconds"),
-        ({"checkpoint": "modelopt"}, "checkpoint is 'modelopt'; accepted: bf16"),
+        ({"checkpoint": "modelopt", "keep_versions": 0}, "keep_versions is 0; accepted: at least 1"),
         ({"keep_versions": 0}, "keep_versions is 0; accepted: at least 1"),
         ({"probe_tokens": 1}, "probe_tokens is 1; accepted: 0, or at least 2"),
         ({"max_probe_gap": 0.0}, "max_probe_gap is 0.0; accepted: None or a positive number of nats"),

@@ -11,8 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.tiny import tiny_config, tiny_model, tiny_params
-from triage_jax.model import load_model
+from triage_jax.model import load_model, load_quantized, serving_params
+from triage_jax.model.presets import PRESETS
 from triage_jax.rollout import EngineError
+from triage_jax.rollout.sglang import SglangConfig, SglangEngine
 from triage_jax.rollout.sglang.errors import RefitFailed
 from triage_jax.rollout.sglang.weights import MANIFEST, WeightStore, validate
 
@@ -183,3 +185,38 @@ def test_one_writer_per_directory(store, tmp_path):
     reopened = WeightStore(tmp_path / "weights", keep=2)
     assert not (tmp_path / "weights" / ".step-5.new").exists()
     reopened.close()
+
+
+def test_the_learners_own_codes_as_servers_read_them(store):
+    """ModelOpt's layout; what reads back is what the learner multiplies, and a changed code is found."""
+    numerics = PRESETS["parity"]
+    snapshot = store.write(PARAMS, CONFIG, 4, numerics=numerics)
+    stored, config = load_quantized(snapshot.path)
+    assert config == CONFIG
+    for ours, theirs in zip(
+        jax.tree.leaves(serving_params(PARAMS, numerics)), jax.tree.leaves(stored), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    manifest = json.loads((snapshot.path / MANIFEST).read_text())
+    packed = manifest["model.layers.0.mlp.gate_proj.weight"]
+    assert (packed["dtype"], packed["shape"]) == ("uint8", [64, 16])
+    assert manifest["model.layers.0.mlp.gate_proj.weight_scale"]["dtype"] == "float8_e4m3fn"
+    assert snapshot.digest == store.write(PARAMS, CONFIG, 5).digest, "the same weights, whatever the layout"
+
+    file = snapshot.path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RefitFailed, match="sha256"):
+        validate(snapshot.path)
+
+
+def test_numerics_that_a_server_would_read_otherwise_are_refused(store, tmp_path):
+    apart = replace(PRESETS["parity"], fused_shards=False)
+    with pytest.raises(RefitFailed, match="fused_shards is False"):
+        store.write(PARAMS, CONFIG, 0, numerics=apart)
+    settings = SglangConfig(checkpoint="modelopt")
+    with pytest.raises(ValueError, match="fused_shards is False"):
+        SglangEngine(settings, CONFIG, apart, tmp_path / "w")
+    with pytest.raises(ValueError, match="nothing is quantised"):
+        SglangEngine(settings, CONFIG, PRESETS["bf16"], tmp_path / "w")

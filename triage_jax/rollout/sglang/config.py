@@ -41,7 +41,7 @@ class SglangConfig:
     weights_dir: str | None = None
     """Where weights are written for the servers to load, on a filesystem they see; None: in the run's directory"""
     checkpoint: Literal["bf16", "modelopt"] = "bf16"
-    """Layout of those weights: high precision, or packed NVFP4 as ModelOpt lays it out"""
+    """Layout of those weights: high precision, or the learner's own NVFP4 codes as ModelOpt lays them out"""
     keep_versions: int = 2
     """Versions kept in weights_dir"""
     probe_tokens: int = 32
@@ -58,7 +58,7 @@ class SglangConfig:
         self._accept("retries", self.retries >= 0, "0 or more")
         self._accept("backoff", 0.0 <= self.backoff <= 30.0, "0 to 30 seconds")
         self._accept("pause", self.pause in ("retract", "in_place", "abort"), "retract, in_place, abort")
-        self._accept("checkpoint", self.checkpoint == "bf16", "bf16; modelopt is not written yet")
+        self._accept("checkpoint", self.checkpoint in ("bf16", "modelopt"), "bf16, modelopt")
         self._accept("probe_tokens", self.probe_tokens == 0 or self.probe_tokens >= 2, "0, or at least 2")
         gap = self.max_probe_gap
         self._accept("max_probe_gap", gap is None or gap > 0.0, "None or a positive number of nats")

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from triage_jax.model import ModelConfig, Numerics, Params
+from triage_jax.model.quantized import check_storable
 from triage_jax.rollout.protocol import (
     Capabilities,
     EngineError,
@@ -46,13 +47,16 @@ class SglangEngine:
     ) -> None:
         """`directory`: where weights are written unless the configuration says another. Contacts no server yet.
 
-        Raises ValueError for a mixture with tied embeddings, which servers (0.5.23) load without a head.
+        Raises ValueError where `checkpoint: modelopt` cannot hold the learner's numerics, and for a mixture with tied
+        embeddings, which servers (0.5.23) load without a head.
         """
         if model.num_experts and model.tie_embeddings:
             raise ValueError(
                 "a mixture of experts with tie_word_embeddings: SGLang 0.5.23 ignores the tie, leaves the head "
                 "uninitialised and answers with NaN; accepted: an untied model"
             )
+        if config.checkpoint == "modelopt":
+            check_storable(numerics)
         self._config = config
         self._model = model
         self._numerics = numerics
@@ -92,7 +96,8 @@ class SglangEngine:
         """
         with self._refit:
             started = time.perf_counter()
-            snapshot = self._store.write(params, self._model, version, self._tokenizer_from)
+            codes = self._numerics if self._config.checkpoint == "modelopt" else None
+            snapshot = self._store.write(params, self._model, version, self._tokenizer_from, codes)
             length = self._config.probe_tokens
             probe = make_probe(params, self._model, self._numerics, length) if length else None
             self._loop.run(

@@ -3,23 +3,33 @@
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
+import jax
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from triage_jax.model import ModelConfig, ModelError, Params, save_model
-from triage_jax.model.load import EMBED, FINAL_NORM, HEAD, LAYER, layer_name
+from triage_jax.model import (
+    ModelConfig,
+    ModelError,
+    Numerics,
+    Params,
+    load_quantized,
+    save_model,
+    save_quantized,
+    serving_params,
+)
+from triage_jax.model.load import EMBED, FINAL_NORM, HEAD, layer_tensors
 from triage_jax.model.save import write_json
+from triage_jax.model.tensors import MappedFile
 from triage_jax.rollout.protocol import EngineError
 from triage_jax.rollout.sglang.errors import RefitFailed
 from triage_jax.rollout.sglang.wire import version_label
@@ -48,9 +58,9 @@ class Snapshot:
     version: int
     path: Path
     digest: str
-    """SHA-256 over all tensors: equal exactly where the rounded weights are equal"""
+    """SHA-256 over the weights rounded to BF16: equal exactly where those are equal"""
     size: int
-    """Bytes of the tensors"""
+    """Bytes of the tensors on disk"""
 
 
 class WeightStore:
@@ -78,21 +88,26 @@ class WeightStore:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def write(
-        self, params: Params, config: ModelConfig, version: int, tokenizer_from: Path | None = None
+        self,
+        params: Params,
+        config: ModelConfig,
+        version: int,
+        tokenizer_from: Path | None = None,
+        numerics: Numerics | None = None,
     ) -> Snapshot:
-        """Write the weights, rounded to BF16, with a manifest of what the learner holds.
+        """Write the weights with a manifest: rounded to BF16, or in the very codes that `numerics` multiply.
 
         The directory appears under its name complete and checked, or not at all; one of an earlier run is replaced.
         Raises RefitFailed for weights that are not finite, a file that does not read back as written, or a disk that
         refuses; EngineError for a version that this run gave to other weights.
         """
         path = self._root / version_label(version)
-        manifest = _manifest(params, config)
-        snapshot = Snapshot(version=version, path=path, digest=_digest(manifest), size=_size(manifest))
-        known = self._written.get(version, snapshot.digest)
-        if version in self._written and known == snapshot.digest and path.exists():
-            return snapshot
-        if known != snapshot.digest:
+        manifest = _manifest(_tensors(params, config))
+        digest = _digest(manifest)
+        known = self._written.get(version, digest)
+        if version in self._written and known == digest and path.exists():
+            return Snapshot(version=version, path=path, digest=digest, size=_size(path))
+        if known != digest:
             raise EngineError(
                 f"version {version} names other weights already, and no sample could tell the two apart; "
                 f"accepted: a version above {max(self._written)}"
@@ -100,7 +115,12 @@ class WeightStore:
         staging = path.with_name(f".{path.name}.new")
         try:
             shutil.rmtree(staging, ignore_errors=True)
-            save_model(staging, params, config, tokenizer_from=tokenizer_from)
+            if numerics is None:
+                save_model(staging, params, config, tokenizer_from=tokenizer_from)
+            else:
+                save_quantized(staging, params, config, numerics, tokenizer_from=tokenizer_from)
+                _check_codes(staging, params, numerics)
+                manifest = _manifest((name, MappedFile(file)[name]) for name, file in _files(staging).items())
             _write_synced(staging / MANIFEST, manifest)
             validate(staging)
             _replace(staging, path)
@@ -109,8 +129,8 @@ class WeightStore:
             raise RefitFailed(what, url=str(path)) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        self._written[version] = snapshot.digest
-        return snapshot
+        self._written[version] = digest
+        return Snapshot(version=version, path=path, digest=digest, size=_size(path))
 
     def versions(self) -> list[int]:
         """Versions on disk, oldest first."""
@@ -148,9 +168,8 @@ def validate(path: Path) -> None:
 
 def _check_tensor(file: Path, name: str, entry: TensorEntry) -> None:
     try:
-        with safe_open(file, framework="numpy") as handle:
-            tensor = handle.get_tensor(name)
-    except (OSError, SafetensorError) as error:
+        tensor = MappedFile(file)[name]
+    except (OSError, ValueError) as error:
         raise RefitFailed(f"{name} cannot be read: {error}", url=str(file)) from error
     found = _entry(tensor)
     for check in ("shape", "dtype", "sha256"):
@@ -158,7 +177,7 @@ def _check_tensor(file: Path, name: str, entry: TensorEntry) -> None:
             raise RefitFailed(
                 f"{name}: {check} is {found[check]}, the manifest says {entry[check]}", url=str(file)
             )
-    if not np.isfinite(tensor).all():
+    if tensor.dtype != np.uint8 and not np.isfinite(tensor.astype(np.float32)).all():
         raise RefitFailed(f"{name} holds a value that is not finite", url=str(file))
 
 
@@ -182,17 +201,29 @@ def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndar
     """Names in the file and the learner's own values: a second derivation, so that the manifest checks the writer."""
     for name, leaf in ((EMBED, params.embed), (FINAL_NORM, params.final_norm), (HEAD, params.lm_head)):
         if leaf is not None:
-            yield name, np.asarray(leaf)
-    for field in LAYER:
-        if (leaf := getattr(params.layers, field)) is not None:
-            stacked = np.asarray(leaf)
-            yield from ((layer_name(index, field), stacked[index]) for index in range(config.num_layers))
+            yield name, np.asarray(leaf).astype(DTYPE, copy=False)
+    stacked: dict[str, np.ndarray] = {}
+    for name, field, place in layer_tensors(config):
+        if field not in stacked:
+            stacked[field] = np.asarray(getattr(params.layers, field))
+        yield name, stacked[field][place].astype(DTYPE, copy=False)
 
 
-def _manifest(params: Params, config: ModelConfig) -> Manifest:
-    tensors = dict(_tensors(params, config))
-    entries = _map(lambda array: _entry(array.astype(DTYPE, copy=False)), tensors.values())
-    return dict(zip(tensors, entries, strict=True))
+def _manifest(tensors: Iterable[tuple[str, np.ndarray]]) -> Manifest:
+    named = dict(tensors)
+    return dict(zip(named, _map(_entry, named.values()), strict=True))
+
+
+def _check_codes(path: Path, params: Params, numerics: Numerics) -> None:
+    """Raise RefitFailed unless the file reads back as the operands that the learner's forward pass multiplies."""
+    stored, _ = load_quantized(path)
+    expected = serving_params(params, replace(numerics, execution="emulated"))
+    for (place, ours), theirs in zip(
+        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(stored), strict=True
+    ):
+        if not np.array_equal(np.asarray(ours), np.asarray(theirs)):
+            what = f"{jax.tree_util.keystr(place)} does not read back as the learner holds it"
+            raise RefitFailed(what, url=str(path))
 
 
 def _entry(array: np.ndarray) -> TensorEntry:
@@ -201,8 +232,8 @@ def _entry(array: np.ndarray) -> TensorEntry:
     return TensorEntry(shape=list(array.shape), dtype=array.dtype.name, sha256=digest)
 
 
-def _size(manifest: Manifest) -> int:
-    return sum(DTYPE.itemsize * math.prod(entry["shape"]) for entry in manifest.values())
+def _size(path: Path) -> int:
+    return sum(MappedFile(file).stored(name).nbytes for name, file in _files(path).items())
 
 
 def _digest(manifest: Manifest) -> str:
