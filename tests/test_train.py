@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.golden import DATA, ROOT
 from tests.tiny import tiny_config, tiny_params
 from triage_jax import train
+from triage_jax.characterize.dumps import dump_path, read_dump
 from triage_jax.learner import Checkpoints, group_advantages
 from triage_jax.metrics import read_metrics, repeatable
 from triage_jax.model import load_model, save_model
@@ -37,6 +38,7 @@ def _arguments(out: Path, *more: str) -> list[str]:
         *("--rollout.prompts-per-step", "2", "--rollout.samples-per-prompt", "4"),
         *("--rollout.local.batch-size", "8"),
         *("--eval.problems", "6", "--checkpoint.every", "2", "--optimizer.learning-rate", "1e-4"),
+        *("--track.dumps", "3"),
         *more,
     ]
 
@@ -65,6 +67,14 @@ def test_a_run_leaves_everything_behind(finished):
         assert sum(row[key] for key in row if key.startswith("verdict/")) == 8
     assert (finished / "report.png").read_bytes().startswith(b"\x89PNG")
     assert list((finished / "tensorboard").glob("events.*"))
+    assert sorted(path.name for path in (finished / "dumps").iterdir()) == [
+        "step_000003.npz",
+        "step_000006.npz",
+    ]
+    for step in (3, 6):
+        dump = read_dump(dump_path(finished, step))
+        gap = (dump.learner_logp - dump.sampler_logp)[dump.mask]
+        assert np.abs(gap).mean() == pytest.approx(steps[step - 1]["gap/abs_mean/token"], rel=1e-4)
     assert Checkpoints(finished / "checkpoints", keep=2).steps == [STEPS - 2, STEPS]
 
     before, config = load_model(QUICKSTART)

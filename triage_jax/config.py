@@ -134,6 +134,8 @@ class TrackSection:
     tensorboard: bool = True
     wandb_project: str | None = None
     """Also log to Weights & Biases (needs the `wandb` extra); no account is ever asked for otherwise"""
+    dumps: int = 0
+    """Keep the tokens of every so many updates for `python -m triage_jax.characterize`; 0: none"""
 
 
 @dataclass(frozen=True, kw_only=True)

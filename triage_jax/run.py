@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import yaml
 
-from triage_jax.doctor import check_execution
 from triage_jax.config import QUICKSTART, ConfigError, TrainConfig, flatten, from_dict, load_yaml, to_dict
+from triage_jax.doctor import check_execution
 from triage_jax.learner import (
     Checkpoints,
     Learner,
@@ -103,6 +103,10 @@ class Paths:
         return self.root / "model"
 
     @property
+    def dumps(self) -> Path:
+        return self.root / "dumps"
+
+    @property
     def weights(self) -> Path:
         return self.root / "weights"
 
@@ -112,7 +116,7 @@ class Paths:
 
     def clear(self) -> None:
         """Delete what a run writes, and nothing else that may lie in the directory."""
-        for path in (self.checkpoints, self.skipped, self.model, self.weights, self.tensorboard):
+        for path in (self.checkpoints, self.skipped, self.model, self.dumps, self.weights, self.tensorboard):
             shutil.rmtree(path, ignore_errors=True)
         for path in (self.metrics, self.report, self.config):
             path.unlink(missing_ok=True)

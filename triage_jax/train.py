@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from triage_jax import report
+from triage_jax.characterize.dumps import dump_path, write_dump
 from triage_jax.cli import Invocation, parse
 from triage_jax.collect import held_out, make_batch, reward, rewards_of
 from triage_jax.config import ConfigError
@@ -73,6 +74,8 @@ def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
             row |= gap_split(np.asarray(scores.logp), at_draw, host_batch)
             row = label_residual(row) if config.rollout.replay_routing else row
             row["prompts/too_long"] = rollout.prompts.too_long
+            if config.track.dumps and (step + 1) % config.track.dumps == 0:
+                _dump(run, step + 1, host_batch, scores, rewards)
             try:
                 engine.update_weights(state.params, step + 1)
             finally:
@@ -104,6 +107,18 @@ def _logp_at_draw(
         return now
     before = jax.block_until_ready(score(run.learner, previous, batch))
     return np.where(stale, np.asarray(before.logp), now)
+
+
+def _dump(run: Run, step: int, batch: RolloutBatch, scores: TokenScores, rewards: np.ndarray) -> None:
+    write_dump(
+        dump_path(run.paths.root, step),
+        step=step,
+        learner_logp=scores.logp,
+        sampler_logp=batch.sampler_logp,
+        mask=batch.mask,
+        advantages=batch.advantages,
+        rewards=np.nan_to_num(rewards),  # of a response that the engine cut off, which the mask leaves out
+    )
 
 
 def _log_held_out(run: Run, *, step: int, console: report.Progress) -> None:
