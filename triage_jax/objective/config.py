@@ -198,3 +198,8 @@ class TriageConfig:
         accepted = ("response", "token", "fixed")
         require(self.reduction in accepted, "reduction", self.reduction, f"one of {accepted}")
         require(bool(self.name), "name", self.name, "an objective's name or package.module:function")
+
+    @property
+    def awaits_calibration(self) -> bool:
+        """Whether the objective is in its reference window: `calibrate` and `GateCalibration.freeze` end it."""
+        return self.name == "triage_calibrated" and not self.calibration.thresholds

@@ -156,6 +156,8 @@ class BapoConfig:
 class RivalConfig:
     """One section per objective that has constants beyond `clip` and `tis`."""
 
+    renormalise: bool = False
+    """Tokens that icepop, geo_rejection or k3_rejection reject leave the denominator as well"""
     dr_grpo: DrGrpoConfig = field(default_factory=DrGrpoConfig)
     gspo: GspoConfig = field(default_factory=GspoConfig)
     cispo: CispoConfig = field(default_factory=CispoConfig)

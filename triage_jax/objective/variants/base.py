@@ -46,7 +46,7 @@ class Variant:
     """An `Objective`. Its metrics have the keys of `triage_loss`; those of parts it lacks say what they would do.
 
     `ppo/clip_fraction/token` is the share of tokens that a clip, mask or rejection of this objective leaves without
-    gradient. Rejected tokens stay in the denominator. Weights that the caller gives are applied whatever the objective,
+    gradient; such tokens stay in the denominator. Weights that the caller gives are applied whatever the objective,
     so that a Gate can be laid over a rival.
     """
 
