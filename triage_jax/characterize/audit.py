@@ -7,7 +7,6 @@ agreement of 38.9 % (4B) and 33.7 % (30B): below a coin. Source: the official do
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -28,7 +27,7 @@ class Agreement:
     """Σ |δ c|"""
     agreeing_weight: float
 
-    def __add__(self, other: Self) -> "Agreement":
+    def __add__(self, other: "Agreement") -> "Agreement":
         if self.depth != other.depth:
             raise ValueError(f"agreement beyond {self.depth} and {other.depth} nats cannot be pooled")
         return Agreement(

@@ -6,7 +6,6 @@ Source: the official docs/CHARACTERIZATION.md.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -26,7 +25,7 @@ class Dilution:
     hidden_by_size: int = 0
     """mean |δ| < 0.05"""
 
-    def __add__(self, other: Self) -> "Dilution":
+    def __add__(self, other: "Dilution") -> "Dilution":
         return Dilution(**{name: getattr(self, name) + getattr(other, name) for name in self.__annotations__})
 
     def shares(self) -> dict[str, float]:

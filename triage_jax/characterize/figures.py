@@ -50,7 +50,7 @@ def heat_map(study: Study) -> Callable[[Figure], None]:
                 GAP_EDGES,
                 height,
                 np.ma.masked_equal(share, 0),
-                norm=LogNorm(top * 1e-6, top),
+                norm=LogNorm(top * 1e-5, top),
                 cmap=MAP,
                 rasterized=True,
             )
@@ -124,6 +124,7 @@ def over_time(study: Study) -> Callable[[Figure], None]:
         quantiles.set(title="Quantiles of the gap over valid tokens", xlabel="step", ylabel="gap δ, nats")
         for axis in (asymmetry, quantiles):
             _dress(axis, study.stages)
+        quantiles.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
     return draw
 
@@ -248,7 +249,7 @@ def _curve(axis: Axes, rows: Series, key: str, color: str, label: str | None, li
 
 def _dress(axis: Axes, stages: Sequence[Stage]) -> None:
     if len(stages) > 1:
-        for stage in stages:
+        for stage in stages[::2]:
             axis.axvspan(stage.steps[0] - 0.5, stage.steps[-1] + 0.5, color=GREY, alpha=0.10, linewidth=0)
     axis.grid(alpha=0.25)
     if axis.get_legend_handles_labels()[0]:

@@ -1,7 +1,6 @@
 """Sums of the gap δ over valid tokens, under the names of `triage_jax.objective.metrics`; they add up over updates."""
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from jaxtyping import Float
@@ -37,7 +36,7 @@ class GapSums:
     lowest: float = np.inf
     largest: float = -np.inf
 
-    def __add__(self, other: Self) -> "GapSums":
+    def __add__(self, other: "GapSums") -> "GapSums":
         sums = {name: getattr(self, name) + getattr(other, name) for name in self.__annotations__}
         sums |= {"lowest": min(self.lowest, other.lowest), "largest": max(self.largest, other.largest)}
         return GapSums(**sums)

@@ -11,7 +11,6 @@ heavy. Source: the official docs/CHARACTERIZATION.md.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt16
@@ -50,12 +49,12 @@ def localization(segments: Segments, *, heavy: float = HEAVY, top_share: float =
     is_heavy = heavy_segments(segments, heavy)
     order = np.argsort(-(segments.tail / segments.valid), kind="stable")
     top = segments.tail[order[: top_count(count, top_share)]].sum(dtype=np.int64)
-    pairs = np.array(_pairs(is_heavy, segments.follows))
+    pairs = np.array(_pairs(is_heavy, segments.follows))[:, None]
     return Localization(
         r_amp=_ratio(tails, segments.valid.sum(dtype=np.int64)),
         heavy_share=_ratio(np.count_nonzero(is_heavy), count),
         concentration=_ratio(top, tails),
-        adjacency=float(_adjacency(pairs)),
+        adjacency=float(_adjacency(pairs)[0]),
         segments=count,
         tail_tokens=tails,
     )
@@ -75,13 +74,13 @@ def _pairs(heavy: Bool[np.ndarray, " N"], follows: Bool[np.ndarray, " N"]) -> tu
     return both, left, right, everything
 
 
-def _adjacency(pairs: Int[np.ndarray, "4 *draw"]) -> Float[np.ndarray, "*draw"]:
+def _adjacency(pairs: Int[np.ndarray, "4 D"]) -> Float[np.ndarray, " D"]:
     both, left, right, everything = pairs.astype(float)
     with np.errstate(divide="ignore", invalid="ignore"):
         return (both / left) / (right / everything)
 
 
-def _ratio(numerator: float | np.number, denominator: float | np.number) -> float:
+def _ratio(numerator: int | float | np.number, denominator: int | float | np.number) -> float:
     return float(numerator) / float(denominator) if denominator else float("nan")
 
 
@@ -96,7 +95,7 @@ class NullCounts:
     pairs: Int[np.ndarray, "4 D"]
     segment: int
 
-    def __add__(self, other: Self) -> "NullCounts":
+    def __add__(self, other: "NullCounts") -> "NullCounts":
         return NullCounts(
             table=self.table + other.table, pairs=self.pairs + other.pairs, segment=self.segment
         )

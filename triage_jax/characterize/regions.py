@@ -14,7 +14,7 @@ added before they are divided. Source: the official docs/CHARACTERIZATION.md.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -38,7 +38,7 @@ class Regions:
     without_advantage: int
     """Valid tokens with A = 0: they carry no mass"""
 
-    def __add__(self, other: Self) -> "Regions":
+    def __add__(self, other: "Regions") -> "Regions":
         return Regions(**{name: getattr(self, name) + getattr(other, name) for name in self.__annotations__})
 
     def rho_asym(self, weighing: Weighing = "raw") -> float:

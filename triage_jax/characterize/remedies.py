@@ -15,7 +15,6 @@ token. Renormalising afterwards is left out: it scales all of them alike, or all
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -38,7 +37,7 @@ class RemedySums:
     mass: Float[np.ndarray, " C"]
     kept: Float[np.ndarray, "M C"]
 
-    def __add__(self, other: Self) -> "RemedySums":
+    def __add__(self, other: "RemedySums") -> "RemedySums":
         return RemedySums(mass=self.mass + other.mass, kept=self.kept + other.kept)
 
     def mean_weights(self) -> Float[np.ndarray, "M C"]:

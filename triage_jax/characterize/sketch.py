@@ -5,7 +5,6 @@ each end for what is larger. Adding counts is exact; a quantile read off them is
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -36,7 +35,7 @@ class GapSketch:
 
     counts: Int[np.ndarray, "A G"]
 
-    def __add__(self, other: Self) -> "GapSketch":
+    def __add__(self, other: "GapSketch") -> "GapSketch":
         return GapSketch(counts=self.counts + other.counts)
 
     def quantiles(self, shares: list[float]) -> list[float]:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Self
 
 import numpy as np
 
@@ -56,7 +55,7 @@ class Pool:
     remedies: RemedySums
     null: NullCounts | None = None
 
-    def __add__(self, other: Self) -> "Pool":
+    def __add__(self, other: "Pool") -> "Pool":
         sums = {
             name: getattr(self, name) + getattr(other, name)
             for name in self.__annotations__

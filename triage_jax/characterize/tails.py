@@ -6,7 +6,6 @@ Source: the official docs/CHARACTERIZATION.md.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt16
@@ -31,9 +30,9 @@ class Segments:
 
     @property
     def ends(self) -> Int[np.ndarray, " R"]:
-        return np.append(self.starts[1:], len(self.valid))
+        return np.append(self.starts[1:], len(self.valid))[: len(self.starts)]
 
-    def __add__(self, other: Self) -> "Segments":
+    def __add__(self, other: "Segments") -> "Segments":
         """Both, one after the other. Raises ValueError for segments of different length."""
         if self.segment != other.segment:
             raise ValueError(f"segments of {self.segment} and of {other.segment} tokens cannot be pooled")
