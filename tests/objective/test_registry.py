@@ -16,7 +16,9 @@ from triage_jax.objective import (
     Objective,
     RivalConfig,
     TokenBatch,
+    TokenLosses,
     TriageConfig,
+    Variant,
     objective_by_name,
     registry,
     triage_loss,
@@ -44,6 +46,25 @@ def twice(logp, batch, config, totals=None, *, weights=None, step=None):
     """A user's own objective."""
     loss, metrics = triage_loss(logp, batch, config, totals, weights=weights, step=step)
     return 2 * loss, metrics
+
+
+def squared_gap(logp, response, config):
+    """A user's own token losses."""
+    return TokenLosses((logp - response.sampler_logp) ** 2, jnp.zeros_like(response.mask))
+
+
+OWN_VARIANT = Variant(name="squared_gap", token_loss=squared_gap, reduction="token")
+
+
+def test_a_users_own_token_losses():
+    live, batch = random_batch(0, tokens=20)
+    config = TriageConfig(name=f"{__name__}:OWN_VARIANT")
+    weights, totals = update_inputs(batch, config)
+    np.testing.assert_array_equal(weights, 1)
+    objective = objective_by_name(config.name)
+    loss = jax.jit(lambda x: objective(x, batch, config, totals, weights=weights)[0])(live)
+    squares = np.square(np.asarray(live - batch.sampler_logp, float))[np.asarray(batch.mask)]
+    np.testing.assert_allclose(loss, squares.mean(), rtol=1e-5)
 
 
 def test_documented_names():

@@ -7,7 +7,7 @@ configuration names.
 """
 
 from triage_jax.objective.balance import balance_advantages
-from triage_jax.objective.batch import TokenBatch, Totals, update_totals
+from triage_jax.objective.batch import Response, TokenBatch, Totals, update_totals
 from triage_jax.objective.calibrated_gate import calibrated_gate_weights
 from triage_jax.objective.calibration import (
     GateCalibration,
@@ -40,10 +40,11 @@ from triage_jax.objective.metrics import (
     merge,
 )
 from triage_jax.objective.mismatch import mismatch_metrics
+from triage_jax.objective.policy import TokenLosses
 from triage_jax.objective.registry import OBJECTIVES, objective_by_name, update_inputs
 from triage_jax.objective.repair import repair_loss
 from triage_jax.objective.rival_config import RivalConfig
-from triage_jax.objective.variants import Objective
+from triage_jax.objective.variants import Objective, Variant
 
 __all__ = [
     "OBJECTIVES",
@@ -61,12 +62,15 @@ __all__ = [
     "Reduction",
     "ReferenceUpdate",
     "RepairConfig",
+    "Response",
     "RivalConfig",
     "Sum",
     "TisConfig",
     "TokenBatch",
+    "TokenLosses",
     "Totals",
     "TriageConfig",
+    "Variant",
     "all_reduce",
     "balance_advantages",
     "calibrate",

@@ -1,5 +1,8 @@
 """Objectives by name, all with the signature and the metric keys of `triage_loss`.
 
+Below, ρ = exp(old_logp - sampler_logp). An objective of your own is a function with that signature, or a `Variant` with
+your own token losses, named by its import path.
+
 | name | token loss, in short | source |
 | --- | --- | --- |
 | `grpo` | PPO clip, mean per response | arXiv 2402.03300 |
