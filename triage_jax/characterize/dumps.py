@@ -94,13 +94,16 @@ def write_dump(
     temporary.replace(path)
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an npz; nothing is unpickled. Raises DumpError for a damaged file."""
+def read_arrays(path: Path, names: set[str] | None = None) -> dict[str, np.ndarray]:
+    """Arrays of an npz, all or those with these names; nothing is unpickled. Raises DumpError for a damaged file."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise DumpError(f"{path}: one array; accepted: an npz with named arrays")
-            return {name: archive[name] for name in archive.files}
+            return {
+                name: archive[name] for name in (archive.files if names is None else names & {*archive.files})
+            }
     except (zipfile.BadZipFile, ValueError, EOFError, KeyError, OSError) as error:
         if isinstance(error, DumpError | FileNotFoundError):
             raise

@@ -11,7 +11,6 @@
 
 import itertools
 import json
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +121,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _order(file: Path) -> tuple[float, str]:
+def _order(file: Path) -> tuple[int | float, str]:
     step = step_of(file)
     return (float("inf") if step is None else step, str(file))
 
@@ -165,11 +164,12 @@ def _read_npz(file: Path, number: int, chosen: Mapping[str, str]) -> Dump:
 
 def _npz_step(file: Path, name: str, default: int) -> int:
     """The scalar of that name, read without the large arrays."""
-    try:
-        with np.load(file, allow_pickle=False) as archive:
-            return int(archive[name]) if name in archive.files else default
-    except (zipfile.BadZipFile, ValueError, TypeError, EOFError) as error:
-        raise DumpError(f"{file}: not a readable npz with a number `{name}` ({error})") from None
+    found = read_arrays(file, {name}).get(name)
+    if found is None:
+        return default
+    if found.ndim or found.dtype.kind not in "iuf":
+        raise DumpError(f"{file}: `{name}` has shape {found.shape}, {found.dtype}; accepted: one number")
+    return int(found)
 
 
 def _raw_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:

@@ -54,7 +54,7 @@ svg { max-width: 100%; height: auto; }
 """
 
 
-def text_of(value: float | None, form: str) -> str:
+def text_of(value: int | float | None, form: str) -> str:
     """A number as the tables show it; what is undefined is a dash."""
     return "-" if value is None or value != value else format(value, form)
 

@@ -25,6 +25,7 @@ from triage_jax.characterize.remedies import RemedySums, remedy_sums
 from triage_jax.characterize.sketch import GapSketch, gap_sketch
 from triage_jax.characterize.tails import SEGMENT, Segments, tail_segments
 
+type Numbers = dict[str, int | float]
 QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
@@ -64,11 +65,11 @@ class Pool:
         null = self.null + other.null if self.null is not None and other.null is not None else None
         return Pool(**sums, null=null)
 
-    def row(self, measures: Measures) -> dict[str, float]:
+    def row(self, measures: Measures) -> Numbers:
         """The numbers to print and to plot, divided here. NaN where undefined."""
         local = localization(self.segments, heavy=measures.heavy, top_share=measures.top_share)
         order = order_test(self.segments, heavy=measures.heavy)
-        row = {"updates": self.updates, "responses": self.responses, "tokens": self.gaps.tokens}
+        row: Numbers = {"updates": self.updates, "responses": self.responses, "tokens": self.gaps.tokens}
         row |= {f"rho_asym/{name}": self.regions.rho_asym(name) for name in WEIGHINGS}
         row |= {
             "amplifying_share": self.regions.amplifying_share(),
@@ -92,13 +93,13 @@ class Pool:
         )
 
 
-def _null_row(null: NullCounts, measures: Measures) -> dict[str, float]:
+def _null_row(null: NullCounts, measures: Measures) -> Numbers:
     draws = {
         "C_tok": null.concentration(measures.top_share),
         "H_seg": null.heavy_share(measures.heavy),
         "P_adj": null.adjacency(),
     }
-    row = {}
+    row: Numbers = {}
     for name, values in draws.items():
         finite = values[np.isfinite(values)]
         low, high = np.quantile(finite, [0.025, 0.975]) if finite.size else (float("nan"),) * 2

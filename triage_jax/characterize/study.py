@@ -14,10 +14,10 @@ from triage_jax.characterize.outliers import Outlier
 from triage_jax.characterize.remedies import CLASSES, REMEDIES
 from triage_jax.characterize.sketch import GapSketch, empty_sketch, gap_sketch
 from triage_jax.characterize.stages import WINDOW, Stage, stages
-from triage_jax.characterize.stream import Measures, Pool, measure, worst_responses
+from triage_jax.characterize.stream import Measures, Numbers, Pool, measure, worst_responses
 from triage_jax.characterize.tails import QUANTILE
 
-type Series = list[dict[str, float]]
+type Series = list[Numbers]
 OUTLIERS = 10
 
 
@@ -66,7 +66,7 @@ class Study:
     """One row per update"""
     outliers: Sequence[Outlier]
 
-    def rows(self) -> list[dict[str, float]]:
+    def rows(self) -> Series:
         """One row per stage."""
         return [pool.row(self.measures) for pool in self.pools]
 

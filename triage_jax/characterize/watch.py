@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from triage_jax.characterize.dumps import DumpError
 from triage_jax.characterize.health import Finding, assess
@@ -101,8 +100,9 @@ def print_findings(findings: Sequence[Finding], rows: int, console: Console) -> 
 
 
 def print_names(console: Console) -> None:
-    """The table of names."""
-    table = Table("ours", *FRAMEWORKS, title="the same metric elsewhere", title_justify="left")
+    """What each of our metrics is called elsewhere."""
     for key, by in NAMES.items():
-        table.add_row(key, *("\n".join(by.get(framework, ())) for framework in FRAMEWORKS))
-    console.print(table)
+        console.print(key, style="bold", markup=False)
+        for framework in FRAMEWORKS:
+            if framework in by:
+                console.print(f"  {framework:8}{', '.join(by[framework])}", markup=False, soft_wrap=True)

@@ -1,0 +1,261 @@
+"""Rows of other frameworks: what is read, what is skipped and counted, what is refused, with file, line and field."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from triage_jax.characterize import DumpError, write_dump
+from triage_jax.characterize.files import open_source
+from triage_jax.characterize.rows import columns_of, parse_map
+
+
+def lines(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def verl_row(step=1, learner=(-1.0, -2.0), sampler=(-1.5, -2.0), **more):
+    return {
+        "input": "1+1=",
+        "output": "2",
+        "score": 1.0,
+        "step": step,
+        "old_log_probs": list(learner),
+        "rollout_log_probs": list(sampler),
+        "advantages": 0.5,
+    } | more
+
+
+def read(*paths, columns=None, strict=False):
+    source = open_source(list(paths), columns=columns, strict=strict)
+    return source, list(source.dumps())
+
+
+def test_verl_rows(tmp_path):
+    rows = [verl_row(), verl_row(learner=[-1.0], sampler=[-1.0], advantages=-0.5, score=0.0)]
+    _, (dump,) = read(lines(tmp_path / "12.jsonl", rows))
+    assert dump.step == 1  # the row's, not the file's
+    np.testing.assert_array_equal(dump.mask, [[1, 1], [1, 0]])
+    np.testing.assert_array_equal(dump.learner_logp, [[-1, -2], [-1, 0]])
+    np.testing.assert_array_equal(dump.sampler_logp, [[-1.5, -2], [-1, 0]])
+    np.testing.assert_array_equal(dump.advantages, [0.5, -0.5])
+    np.testing.assert_array_equal(dump.rewards, [1, 0])
+
+
+def test_nemo_rows_lose_the_prompt_and_keep_holes(tmp_path):
+    row = {
+        "content": "...",
+        "rewards": 1.0,
+        "token_loss_mask": [0, 0, 1, 0, 1],
+        "prev_logprobs": [0, 0, -1, 9, -3],
+        "generation_logprobs": [0, 0, -2, 0, -3],
+        "advantages": [7, 7, -1, 7, -1],
+    }
+    source, (dump,) = read(lines(tmp_path / "train_data_step7.jsonl", [row]))
+    assert source.steps() == [7]
+    np.testing.assert_array_equal(dump.mask, [[1, 0, 1]])
+    np.testing.assert_array_equal(dump.sampler_logp, [[-2, 0, -3]])
+    np.testing.assert_array_equal(dump.advantages, [-1])  # constant on the valid tokens
+
+
+def test_advantages_from_groups_of_rewards(tmp_path):
+    rows = [
+        {"learner_logp": [-1.0], "sampler_logp": [-1.0], "reward": reward, "prompt": prompt}
+        for prompt, reward in (("a", 1.0), ("a", 0.0), ("b", 0.3), ("b", 0.3), ("a", 0.5))
+    ]
+    _, (dump,) = read(lines(tmp_path / "0.jsonl", rows))
+    spread = 0.5 / (np.std([1, 0, 0.5]) + 1e-6)
+    np.testing.assert_allclose(dump.advantages, [spread, -spread, 0, 0, 0], rtol=1e-6, atol=1e-7)
+
+
+def test_per_token_advantages_stay(tmp_path):
+    _, (dump,) = read(lines(tmp_path / "0.jsonl", [verl_row(advantages=[0.5, -0.5]), verl_row(advantages=1)]))
+    np.testing.assert_array_equal(dump.advantages, [[0.5, -0.5], [1, 1]])
+
+
+def test_many_steps_in_one_file_and_ranks_in_several(tmp_path):
+    lines(tmp_path / "a_0.jsonl", [verl_row(1), verl_row(1), verl_row(2)])
+    lines(tmp_path / "a_1.jsonl", [verl_row(2, learner=[-1.0], sampler=[-2.0]), verl_row(3)])
+    source, dumps = read(tmp_path)
+    assert source.steps() == [dump.step for dump in dumps] == [1, 2, 3]
+    assert [len(dump.mask) for dump in dumps] == [2, 2, 1]
+    assert [dump.step for dump in source.dumps(frozenset({3}))] == [3]
+
+
+def test_steps_that_go_back(tmp_path):
+    source, _ = read(lines(tmp_path / "a.jsonl", [verl_row(2), verl_row(1)]))
+    with pytest.raises(DumpError, match=r"a.jsonl: step 1 after step 2"):
+        source.steps()
+
+
+BAD = [
+    ("{", r":2: not JSON \(.*column 1\)"),
+    ("[1]", ":2: not a JSON object"),
+    (verl_row(learner=[-1.0]), ":2: `old_log_probs` has 1 values, `rollout_log_probs` 2"),
+    (verl_row(learner=[-1.0, None]), ":2: `old_log_probs` is null or not finite at position 1"),
+    (verl_row(sampler=[float("nan"), -1.0]), ":2: `rollout_log_probs` is null or not finite at position 0"),
+    (verl_row(rollout_log_probs="x"), ":2: `rollout_log_probs` is 'x'; accepted: a list of numbers"),
+    (verl_row(rollout_log_probs=[[1.0]]), ":2: `rollout_log_probs` is .* accepted: a list of numbers"),
+    (verl_row(rollout_log_probs=None), ":2: `rollout_log_probs` is missing"),
+    (verl_row(learner=[], sampler=[]), ":2: no valid token"),
+    (verl_row(advantages=None), ":2: `advantages` is missing"),
+    (verl_row(advantages=[1.0, 2.0, 3.0]), ":2: `advantages` has 3 values"),
+    (verl_row(advantages=float("inf")), ":2: `advantages` is null or not finite"),
+    (verl_row(response_mask=[1]), ":2: `response_mask` has 1 values"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD)
+def test_bad_rows_are_counted_or_refused(tmp_path, row, message):
+    first = verl_row() | ({"response_mask": [1, 1]} if "response_mask" in row else {})
+    path = lines(tmp_path / "3.jsonl", [first, row, "", first])
+    source, (dump,) = read(path)
+    assert len(dump.mask) == 2
+    assert source.skipped.rows == 1
+    import re
+
+    assert re.search(message, source.skipped.reasons[0])
+    with pytest.raises(DumpError, match=message):
+        read(path, strict=True)
+
+
+def test_a_file_of_bad_rows_only(tmp_path):
+    with pytest.raises(DumpError, match=r"3.jsonl: no usable row; .*3.jsonl:1: `old_log_probs`"):
+        read(lines(tmp_path / "3.jsonl", [verl_row(learner=[-1.0])]))
+    with pytest.raises(DumpError, match=r"4.jsonl: no usable row, the file is empty"):
+        read(lines(tmp_path / "4.jsonl", []))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"input": "a", "output": "b", "gts": "c", "score": 1, "step": 1},
+            "verl's rollout_data_dir holds text",
+        ),
+        ({"prompt": "a", "completion": "b", "advantage": 1}, "TRL's completions hold text only"),
+        ({"tokens": [1], "rollout_log_probs": [-1.0], "reward": 1}, "--save-debug-train-data"),
+        (
+            {"lp": [-1.0], "advantages": 1},
+            "no field for learner_logp and sampler_logp.*--map learner_logp=NAME",
+        ),
+        ({"old_log_probs": [-1.0], "rollout_log_probs": [-1.0]}, "no field for advantages"),
+    ],
+)
+def test_rows_without_what_is_needed(tmp_path, row, message):
+    with pytest.raises(DumpError, match=message):
+        read(lines(tmp_path / "1.jsonl", [row]))
+
+
+def test_map_names_the_fields(tmp_path):
+    row = {"lp": [-1.0], "sp": [-2.0], "a": 1.0, "old_log_probs": [9.0]}
+    columns = parse_map(("learner_logp=lp", "sampler_logp=sp", "advantages=a"))
+    _, (dump,) = read(lines(tmp_path / "1.jsonl", [row]), columns=columns)
+    assert dump.learner_logp.tolist() == [[-1]]
+    with pytest.raises(DumpError, match=r"--map mask=m: no such field; found: a, lp, old_log_probs, sp"):
+        read(tmp_path / "1.jsonl", columns=columns | {"mask": "m"})
+    for pair in ("learner_logp", "learner_logp=", "logp=x"):
+        with pytest.raises(ValueError, match="accepted: COLUMN=NAME"):
+            parse_map((pair,))
+
+
+def test_columns_of_our_own_names():
+    found = columns_of({"learner_logp", "sampler_logp", "advantages", "mask"}, {}, "x")
+    assert found == {name: name for name in found}
+
+
+def test_mapped_npz(tmp_path):
+    path = tmp_path / "5.npz"
+    np.savez(path, lp=-np.ones((2, 3)), sp=-np.ones((2, 3)), a=np.array([1.0, -1.0]))
+    columns = parse_map(("learner_logp=lp", "sampler_logp=sp", "advantages=a"))
+    source, (dump,) = read(path, columns=columns)
+    assert source.steps() == [dump.step] == [5]
+    assert dump.mask.all()
+    with pytest.raises(DumpError, match="no field for learner_logp"):
+        read(path)
+
+
+def test_npz_of_two_ranks_are_one_update(tmp_path):
+    for rank, width in enumerate((3, 5)):
+        shape = (2, width)
+        advantages = np.ones(2) if rank == 0 else np.ones(shape)
+        write_dump(
+            tmp_path / f"step_000004_rank{rank}.npz",
+            step=4,
+            learner_logp=np.full(shape, -1.0),
+            sampler_logp=np.full(shape, -1.0),
+            mask=np.ones(shape),
+            advantages=advantages,
+        )
+    _, (dump,) = read(tmp_path)
+    assert dump.mask.sum(axis=1).tolist() == [3, 3, 5, 5]
+    assert dump.advantages.shape == (4, 5)
+
+
+def test_paths_that_hold_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        open_source([tmp_path / "absent"])
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(DumpError, match=r"no dump found \(a run writes them with track.dumps set\)"):
+        open_source([tmp_path])
+    (tmp_path / "a.csv").write_text("")
+    with pytest.raises(
+        DumpError, match=r"a.csv: unknown kind of file; accepted: .npz, .jsonl, .pt, .parquet"
+    ):
+        open_source([tmp_path / "a.csv"])
+
+
+@pytest.mark.parametrize(("suffix", "package"), [(".pt", "torch"), (".parquet", "pyarrow")])
+def test_packages_that_are_not_there(tmp_path, suffix, package):
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    path = tmp_path / f"1{suffix}"
+    path.write_bytes(b"x")
+    with pytest.raises(DumpError, match=f"{package} is not installed"):
+        read(path)
+
+
+def test_slimes_train_data(tmp_path):
+    torch = pytest.importorskip("torch")
+    data = {
+        "response_lengths": [2, 1],
+        "log_probs": [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])],
+        "rollout_log_probs": [torch.tensor([-1.5, -2.0]), torch.tensor([-3.0])],
+        "advantages": [torch.tensor([0.5, 0.5]), torch.tensor([-0.5])],
+        "loss_masks": [torch.tensor([1, 1]), torch.tensor([1])],
+        "rewards": [1.0, 0.0],
+    }
+    torch.save({"rollout_id": 6, "rank": 0, "rollout_data": data}, tmp_path / "train_6_0.pt")
+    source, (dump,) = read(tmp_path)
+    assert source.steps() == [dump.step] == [6]
+    np.testing.assert_array_equal(dump.learner_logp, [[-1, -2], [-3, 0]])
+    np.testing.assert_array_equal(dump.advantages, [0.5, -0.5])
+    torch.save(
+        {"rollout_id": 6, "samples": [{"tokens": [1], "rollout_log_probs": [-1.0]}]}, tmp_path / "r_6.pt"
+    )
+    with pytest.raises(DumpError, match="--save-debug-train-data"):
+        read(tmp_path / "r_6.pt")
+    torch.save({"rollout_data": object()}, tmp_path / "evil.pt")
+    with pytest.raises(DumpError, match="other objects are not unpickled"):
+        read(tmp_path / "evil.pt")
+
+
+def test_parquet_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [
+        {"step": 3, "old_per_token_logps": [-1.0], "sampling_per_token_logps": [-1.5], "advantage": 0.5},
+        {
+            "step": 3,
+            "old_per_token_logps": [-1.0, None],
+            "sampling_per_token_logps": [-1.5, -1],
+            "advantage": 0.5,
+        },
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "completions_00003.parquet")
+    source, (dump,) = read(tmp_path)
+    assert (dump.step, len(dump.mask), source.skipped.rows) == (3, 1, 1)
+    assert "row 1: `old_per_token_logps`" in source.skipped.reasons[0]
