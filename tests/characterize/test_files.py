@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import re
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,8 +117,6 @@ def test_bad_rows_are_counted_or_refused(tmp_path, row, message):
     source, (dump,) = read(path)
     assert len(dump.mask) == 2
     assert source.skipped.rows == 1
-    import re
-
     assert re.search(message, source.skipped.reasons[0])
     with pytest.raises(DumpError, match=message):
         read(path, strict=True)
@@ -217,26 +218,63 @@ def test_packages_that_are_not_there(tmp_path, suffix, package):
         read(path)
 
 
-def test_slimes_train_data(tmp_path):
-    torch = pytest.importorskip("torch")
-    data = {
+def train_data(tensor):
+    return {
         "response_lengths": [2, 1],
-        "log_probs": [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])],
-        "rollout_log_probs": [torch.tensor([-1.5, -2.0]), torch.tensor([-3.0])],
-        "advantages": [torch.tensor([0.5, 0.5]), torch.tensor([-0.5])],
-        "loss_masks": [torch.tensor([1, 1]), torch.tensor([1])],
+        "log_probs": [tensor([-1.0, -2.0]), tensor([-3.0])],
+        "rollout_log_probs": [tensor([-1.5, -2.0]), tensor([-3.0])],
+        "advantages": [tensor([0.5, 0.5]), tensor([-0.5])],
+        "loss_masks": [tensor([1, 1]), tensor([1])],
         "rewards": [1.0, 0.0],
+        "max_seq_lens": 7,
     }
-    torch.save({"rollout_id": 6, "rank": 0, "rollout_data": data}, tmp_path / "train_6_0.pt")
-    source, (dump,) = read(tmp_path)
+
+
+ROLLOUT_ONLY = {"rollout_id": 6, "samples": [{"tokens": [1], "rollout_log_probs": [-1.0]}]}
+
+
+def check_slime(path):
+    source, (dump,) = read(path)
     assert source.steps() == [dump.step] == [6]
     np.testing.assert_array_equal(dump.learner_logp, [[-1, -2], [-3, 0]])
     np.testing.assert_array_equal(dump.advantages, [0.5, -0.5])
-    torch.save(
-        {"rollout_id": 6, "samples": [{"tokens": [1], "rollout_log_probs": [-1.0]}]}, tmp_path / "r_6.pt"
-    )
-    with pytest.raises(DumpError, match="--save-debug-train-data"):
-        read(tmp_path / "r_6.pt")
+    np.testing.assert_array_equal(dump.rewards, [1, 0])
+
+
+def test_slimes_files_as_torch_loads_them(tmp_path, monkeypatch):
+    """A stand-in for torch, which the test environment lacks, that insists on loading weights only."""
+    contents = {
+        "train_6_0.pt": {"rollout_id": 6, "rank": 0, "rollout_data": train_data(np.array)},
+        "rollout_6.pt": ROLLOUT_ONLY,
+        "other_6.pt": {"weights": 1},
+        "empty_6.pt": {"rollout_data": {"tokens": []}},
+    }
+
+    def load(path, *, map_location, weights_only):
+        assert (map_location, weights_only) == ("cpu", True)
+        if path.name not in contents:
+            raise RuntimeError("Weights only load failed: GLOBAL x\nmore")
+        return contents[path.name]
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(load=load))
+    for name in (*contents, "evil_6.pt"):
+        (tmp_path / name).touch()
+    check_slime(tmp_path / "train_6_0.pt")
+    for name, message in (
+        ("rollout_6.pt", "--save-debug-train-data"),
+        ("other_6.pt", "accepted: slime's or miles' debug files"),
+        ("empty_6.pt", "`rollout_data` has no samples; found: tokens"),
+        ("evil_6.pt", r"\(RuntimeError\); other objects are not unpickled"),
+    ):
+        with pytest.raises(DumpError, match=message):
+            read(tmp_path / name)
+
+
+def test_slimes_files_with_torch(tmp_path):
+    torch = pytest.importorskip("torch")
+    data = {"rollout_id": 6, "rank": 0, "rollout_data": train_data(torch.tensor)}
+    torch.save(data, tmp_path / "train_6_0.pt")
+    check_slime(tmp_path / "train_6_0.pt")
     torch.save({"rollout_data": object()}, tmp_path / "evil.pt")
     with pytest.raises(DumpError, match="other objects are not unpickled"):
         read(tmp_path / "evil.pt")

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+# A gap is 0 where masked, as `gap_of` makes it; log-probabilities may hold anything there.
 type Gap = Float[np.ndarray, "B T"]
 type Mask = Bool[np.ndarray, "B T"]
 type Advantages = Float[np.ndarray, "B"] | Float[np.ndarray, "B T"]

@@ -205,9 +205,8 @@ def _torch_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises its own, pickle's and zip's errors here
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DumpError(
-            f"{file}: not a torch file of tensors and plain values ({reason}); other objects are not unpickled"
+            f"{file}: not a torch file of tensors and plain values ({type(error).__name__}); other objects are not unpickled"
         ) from None
     if not isinstance(content, dict) or not ({"samples", "rollout_data"} & content.keys()):
         raise DumpError(

@@ -81,15 +81,15 @@ def render(study: Study, *, title: str, skipped: Skipped, findings: Sequence[Fin
         "Dashed: the tail's threshold.</p>",
         svg(figures.heat_map(study), 3.2 * max(len(study.stages), 2) + 1, 3.8),
         "<h2>Over time</h2>",
-        svg(figures.over_time(study), 12, 4.2),
+        svg(figures.over_time(study), 12.0, 4.2),
         "<h2>Where the tail sits</h2>",
         '<p class="note">C_tok rises when the tail gets rarer, without any localisation: only its distance from '
         "the null, tail labels shuffled inside each response, means something.</p>",
-        svg(figures.localisation(study), 13, 4),
+        svg(figures.localisation(study), 13.0, 4.0),
         "<h2>What each remedy would weigh</h2>",
         '<p class="note">Published defaults, applied to these tokens; before any renormalisation. A rule that '
         "stabilises takes from the left three columns and leaves the right two.</p>",
-        svg(figures.remedies(study), 11, 3.8),
+        svg(figures.remedies(study), 11.0, 3.8),
         "<h2>Responses with the largest gaps</h2>",
         '<p class="note">One response far from the rest is more often a defect (stale weights, another tokenisation, '
         "lost routing) than low precision.</p>",

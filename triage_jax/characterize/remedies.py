@@ -96,26 +96,35 @@ def _weights(
     weights = np.empty((len(REMEDIES), *gap.shape), gap.dtype)
     np.minimum(ratio, 2, out=weights[0])
     np.multiply(ratio, (ratio >= 0.5) & (ratio <= 5), out=weights[1])
-    weights[2] = ~((up & (ratio > 1.28)) | (down & (ratio < 0.8)))
-    weights[3] = ~((up & (difference > 0.2)) | (down & (difference < -0.2)))
+    # One bound per sign of A, the other open: a comparison less per token.
+    low, high = np.where(down, -1, -np.inf).astype(gap.dtype), np.where(up, 1, np.inf).astype(gap.dtype)
+    weights[2] = (ratio >= np.where(down, 0.8, low)) & (ratio <= high * 1.28)
+    weights[3] = (difference >= 0.2 * low) & (difference <= 0.2 * high)
     np.multiply(ratio, inside[:, None], out=weights[4])
     weights[5] = ~(down & (mean < -0.05)[:, None])
-    np.multiply(weights[0], _gate(gap, advantages, mask), out=weights[6])
+    weights[6] = weights[0]
+    _apply_gate(weights[6], gap, advantages, mask)
     return weights
 
 
-def _gate(gap: Gap, advantages: Float[np.ndarray, "B _"], mask: Mask) -> Float[np.ndarray, "B T"]:
-    """The Gate's weights with the reported thresholds, scope q3."""
+def _apply_gate(
+    weights: Float[np.ndarray, "B T"], gap: Gap, advantages: Float[np.ndarray, "B _"], mask: Mask
+) -> None:
+    """Multiply by the Gate's weights with the reported thresholds, scope q3, where they are not 1."""
     valid = np.maximum(count_segments(mask, SEGMENT), 1)
     deep = count_segments((gap < DEEP) & mask, SEGMENT)
     mean = _segment_sums(gap * mask, SEGMENT) / valid
-    eligible = _segment_sums(np.broadcast_to(advantages, gap.shape) * mask, SEGMENT) < 0
+    signed = advantages if advantages.shape[1] == 1 else _segment_sums(advantages * mask, SEGMENT)
     tier = np.where(mean < SEVERE, LEAST, np.where(mean < MILD, MILD_WEIGHT, 1.0))
     ramp = 1 - (1 - LEAST) * np.minimum(deep / DEEP_COUNT, 1)
-    weight = np.where(eligible, np.minimum(tier, ramp), 1.0).astype(np.float32)
-    if not (weight < 1).any():
-        return np.ones_like(gap)
-    return np.where(gap < 0, np.repeat(weight, SEGMENT, axis=1)[:, : gap.shape[1]], np.float32(1))
+    found = np.where(signed < 0, np.minimum(tier, ramp), 1.0)
+    rows, segments = np.nonzero(found < 1)
+    tokens = np.minimum(segments[:, None] * SEGMENT + np.arange(SEGMENT), gap.shape[1])
+    inside = tokens < gap.shape[1]
+    rows = np.broadcast_to(rows[:, None], tokens.shape)[inside]
+    tokens = tokens[inside]
+    damped = np.repeat(found[found < 1], SEGMENT)[inside.ravel()]
+    weights[rows, tokens] *= np.where(gap[rows, tokens] < 0, damped, 1.0)
 
 
 def _segment_sums(x: Float[np.ndarray, "B T"], segment: int) -> Float[np.ndarray, "B S"]:

@@ -73,8 +73,11 @@ def gap_bins(gap: Gap) -> Int[np.ndarray, "B T"]:
     bits = gap.astype(np.float32, copy=False).view(np.int32)
     size = (bits & 0x7FFFFFFF) >> 16
     size -= (EXPONENT_BIAS + LOWEST) * STEPS - 1
-    np.clip(size, 0, HALF, out=size)
-    np.negative(size, out=size, where=bits < 0)
+    np.maximum(size, 0, out=size)
+    np.minimum(size, HALF, out=size)
+    sign = bits >> 31  # -1 or 0: complement and add one, which negates, where the number is negative
+    size ^= sign
+    size -= sign
     size += HALF
     return size
 
