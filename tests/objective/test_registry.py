@@ -171,6 +171,18 @@ def test_bounds_move_until_the_target_is_met(target, negative, bounds):
     np.testing.assert_allclose(chosen_bounds(mass, config), bounds, rtol=1e-6)
 
 
+def test_signed_mass_of_an_update():
+    """Ratios .5, 2, 1 with A = 1, and .5, 3 with A = -2; a masked token counts for nothing."""
+    gap = jnp.log(jnp.asarray([[0.5, 2.0, 1.0], [0.5, 3.0, 9.0]]))
+    batch = TokenBatch(
+        gap, jnp.zeros_like(gap), jnp.asarray([1.0, -2.0]), jnp.asarray([[1, 1, 1], [1, 1, 0]])
+    )
+    config = TriageConfig(name="bapo", rivals=RivalConfig(bapo=BapoConfig(step=0.8)))
+    mass = update_totals(batch, jnp.ones_like(gap), config).signed_mass
+    np.testing.assert_allclose(mass.positive, [0.5 + 1.2 + 1, 0.5 + 2 + 1], rtol=1e-6)
+    np.testing.assert_allclose(mass.negative, [2 * (0.6 + 3), 2 * (0.8 + 3)], rtol=1e-6)
+
+
 def test_default_grids():
     lows, highs = bound_grids(BapoConfig())
     np.testing.assert_allclose(lows, np.linspace(0.6, 0.8, 5))

@@ -36,7 +36,7 @@ CONSTANTS = RivalConfig(  # such that on the random batch every rule keeps somet
     k3_rejection=K3RejectionConfig(threshold=0.3),
     opsm=OpsmConfig(threshold=0.2),
     dppo=DppoConfig(tv_low=0.05, tv_high=0.1, kl_low=0.01, kl_high=0.02, penalty=1e-3),
-    bapo=BapoConfig(target=0.8, high_max=3.0),
+    bapo=BapoConfig(target=0.7, high_max=3.0),  # bounds (0.8, 1.45)
 )
 CALIBRATION = CalibrationConfig(thresholds=(1.0, 0.1, 0.9, 0.2, 0.8))
 NAMES = [name for name in OBJECTIVES if name != "triage"]
