@@ -27,7 +27,7 @@ def write(path, dump, **changes):
 def test_round_trip(tmp_path, per_token, compress):
     dump = random_dump(1, step=7, per_token=per_token, dtype=np.float32)
     path = dump_path(tmp_path, 7)
-    write(path, dump, rewards=np.arange(12.0), compress=compress)
+    write(path, dump, rewards=np.arange(12.0), learner_logp_after=dump.learner_logp, compress=compress)
     assert [file.name for file in path.parent.iterdir()] == ["step_000007.npz"]
     back = read_dump(path)
     width = back.mask.shape[1]
@@ -38,6 +38,7 @@ def test_round_trip(tmp_path, per_token, compress):
     for name in ("learner_logp", "sampler_logp"):
         kept = getattr(dump, name)[:, :width]
         np.testing.assert_array_equal(getattr(back, name)[back.mask], kept[back.mask])
+    np.testing.assert_array_equal(back.learner_logp_after[back.mask], back.learner_logp[back.mask])
     expected = dump.advantages[:, :width] if per_token else dump.advantages
     np.testing.assert_array_equal(back.advantages, expected)
 

@@ -25,6 +25,8 @@ from triage_jax.characterize import (
     write_dump,
 )
 from triage_jax.characterize import __main__ as command
+from triage_jax.characterize.page import render
+from triage_jax.characterize.rows import Skipped
 
 
 class Listed:
@@ -137,6 +139,29 @@ def test_nothing_to_study():
             StudyConfig(**bad)
 
 
+def test_sign_audit_of_a_study():
+    """The gaps of A < 0 move away from 0 in three tokens of four."""
+    dumps = []
+    for dump in updates(4):
+        away = np.random.default_rng(dump.step).random(dump.mask.shape) < 0.75
+        gap = gap_of(dump.learner_logp, dump.sampler_logp, dump.mask)
+        after = np.where(dump.mask, dump.learner_logp + np.where(away, 0.1, -0.1) * np.sign(gap), np.nan)
+        dumps.append(replace(dump, learner_logp_after=after))
+    found = study(Listed(dumps), StudyConfig(draws=3))
+    for pool, dump in zip(found.pools, dumps, strict=True):
+        everything = pool.audit[0]
+        gap = gap_of(dump.learner_logp, dump.sampler_logp, dump.mask)
+        assert everything.tokens == np.count_nonzero((gap < 0) & (dump.advantages[:, None] < 0))
+        assert everything.share == pytest.approx(0.75, abs=0.05)
+        assert 0 < pool.audit[3].tokens < everything.tokens
+    pooled = found.pools[0] + found.pools[1]
+    assert pooled.audit[0].tokens == sum(pool.audit[0].tokens for pool in found.pools[:2])
+    assert found.to_json()["stages"][0]["audit"][0]["depth"] == 0
+    assert "Sign audit" in render(found, title="x", skipped=Skipped())
+    without = study(Listed([replace(dump, learner_logp_after=None) for dump in dumps]), StudyConfig(draws=3))
+    assert "Sign audit" not in render(without, title="x", skipped=Skipped())
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs") / "a <run> & more"
@@ -208,6 +233,18 @@ def test_command_writes_table_json_and_page(run, capsys):
         assert words in shown, words
     for digits in ("nan", "inf%"):
         assert digits not in shown.lower().split()
+
+
+def test_command_on_a_run_without_dumps(tmp_path, capsys):
+    rows = [{"step": s, "rho_asym/raw": 1.2, "gap/abs_mean/token": 0.01, "loss": None} for s in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert command.main([str(tmp_path)]) == 0
+    assert "no dumps: the page shows metrics only" in capsys.readouterr().out.replace("\n", " ")
+    page = Page()
+    page.feed((tmp_path / "mismatch.html").read_text())
+    assert page.tags.count("svg") == 1
+    assert "8 of the last 8 updates had a loss or gradient that was not finite" in page.text
+    assert not (tmp_path / "mismatch.json").exists()
 
 
 def test_command_on_foreign_rows_counts_what_it_skips(tmp_path, capsys):

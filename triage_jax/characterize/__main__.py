@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -16,10 +16,10 @@ from rich.table import Table
 from triage_jax.characterize.dumps import DumpError
 from triage_jax.characterize.files import FileSource, open_source
 from triage_jax.characterize.health import Finding, assess
-from triage_jax.characterize.page import STATISTICS, render, text_of
+from triage_jax.characterize.page import STATISTICS, render, render_metrics, text_of
 from triage_jax.characterize.rows import parse_map
 from triage_jax.characterize.study import Study, StudyConfig, study
-from triage_jax.characterize.watch import metrics_file, print_names, read_rows, watch
+from triage_jax.characterize.watch import metrics_file, print_findings, print_names, read_rows, watch
 
 DESCRIPTION = """Study the gap between learner and sampler of a run, token by token.
 
@@ -61,20 +61,35 @@ def run(command: _Command, console: Console) -> int:
             return 0
     if not command.sources:
         raise ValueError("nothing to read; accepted: one or more RUN_OR_DUMP, or --watch RUN, or --names")
-    source = open_source(list(command.sources), columns=parse_map(command.map), strict=command.strict)
     first = command.sources[0]
-    findings = _health(first)
+    out = command.out or (first if first.is_dir() else Path())
+    rows = _metrics(first)
+    columns = parse_map(command.map)
+    try:
+        source = open_source(list(command.sources), columns=columns, strict=command.strict)
+    except DumpError:
+        if not rows or len(command.sources) > 1:
+            raise
+        _report_metrics(rows, first, out, console)
+        return 0
+    findings = assess(rows)
     found = _study(source, command.study, console)
     _print_table(found, console)
     _print_skipped(source, console)
-    out = command.out or (first if first.is_dir() else Path())
-    out.mkdir(parents=True, exist_ok=True)
-    title = first.resolve().name
-    _write(out / "mismatch.json", _json(found, source, findings))
-    _write(out / "mismatch.html", render(found, title=title, skipped=source.skipped, findings=findings))
-    for name in ("mismatch.json", "mismatch.html"):
-        console.print(f"wrote {out / name}", markup=False, soft_wrap=True)
+    page = render(found, title=first.resolve().name, skipped=source.skipped, findings=findings)
+    _write(out / "mismatch.json", _json(found, source, findings), console)
+    _write(out / "mismatch.html", page, console)
     return 0
+
+
+def _report_metrics(rows: list[dict[str, Any]], run: Path, out: Path, console: Console) -> None:
+    """What can be said of a run without dumps."""
+    findings = assess(rows)
+    print_findings(findings, len(rows), console)
+    console.print(
+        "no dumps: the page shows metrics only (a run writes dumps with track.dumps set)", markup=False
+    )
+    _write(out / "mismatch.html", render_metrics(rows, title=run.resolve().name, findings=findings), console)
 
 
 def _study(source: FileSource, config: StudyConfig, console: Console) -> Study:
@@ -83,12 +98,13 @@ def _study(source: FileSource, config: StudyConfig, console: Console) -> Study:
         return study(source, config, progress=lambda done: bar.update(task, completed=done))
 
 
-def _health(path: Path) -> list[Finding]:
-    """Verdicts on the metrics that lie beside the dumps, if any do."""
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of metrics of a directory, if it has any."""
     try:
-        return assess(read_rows(metrics_file(path))) if path.is_dir() else []
+        file = metrics_file(path) if path.is_dir() else None
     except DumpError:
         return []
+    return read_rows(file) if file else []
 
 
 def _json(found: Study, source: FileSource, findings: Sequence[Finding]) -> str:
@@ -119,14 +135,16 @@ def _print_skipped(source: FileSource, console: Console) -> None:
             console.print(f"  {reason}", markup=False, soft_wrap=True)
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, console: Console) -> None:
     """Replace a file so that a crash leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

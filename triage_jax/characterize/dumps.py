@@ -8,6 +8,7 @@
 | `advantages` | [B] or [B, T] float32 | |
 | `lengths` | [B] int32 | completion tokens of each response, masked ones inside it included |
 | `rewards` | [B] float32, may be absent | |
+| `learner_logp_after` | [B, T] float32, may be absent | the learner's just after the update, for the sign audit |
 | `step`, `format` | scalars | the update's number; "triage_jax dump 1" |
 
 Position 0 is the first completion token. Masked positions may hold anything.
@@ -45,6 +46,7 @@ class Dump:
     mask: Mask
     advantages: Advantages
     rewards: Float[np.ndarray, " B"] | None = None
+    learner_logp_after: Gap | None = None
     source: str = ""
     """Where it came from, for messages"""
 
@@ -63,6 +65,7 @@ def write_dump(
     mask: Any,
     advantages: Any,
     rewards: Any = None,
+    learner_logp_after: Any = None,
     compress: bool = False,
 ) -> None:
     """Write a dump that appears complete or not at all; arrays of any library, JAX's included.
@@ -80,8 +83,8 @@ def write_dump(
         "sampler_logp": np.asarray(sampler_logp, np.float32),
         "advantages": np.asarray(advantages, np.float32),
     }
-    if rewards is not None:
-        floats["rewards"] = np.asarray(rewards, np.float32)
+    optional = {"rewards": rewards, "learner_logp_after": learner_logp_after}
+    floats |= {name: np.asarray(x, np.float32) for name, x in optional.items() if x is not None}
     checked(floats | {"mask": mask}, step, str(path))
     arrays = {name: x[:, :width] if x.ndim == 2 else x for name, x in (floats | {"mask": mask}).items()}
     arrays |= {"lengths": lengths.astype(np.int32), "step": np.int64(step), "format": np.array(FORMAT)}
@@ -131,8 +134,8 @@ def checked(arrays: Mapping[str, np.ndarray], step: int, source: str) -> Dump:
         raise DumpError(f"{source}: `mask` has shape {mask.shape}; accepted: [B, T], neither of them 0")
     shapes = {"learner_logp": (mask.shape,), "sampler_logp": (mask.shape,)}
     shapes |= {"advantages": (mask.shape, mask.shape[:1])}
-    if "rewards" in arrays:
-        shapes["rewards"] = (mask.shape[:1],)
+    optional = {"rewards": (mask.shape[:1],), "learner_logp_after": (mask.shape,)}
+    shapes |= {name: accepted for name, accepted in optional.items() if name in arrays}
     for name, accepted in shapes.items():
         if arrays[name].shape not in accepted:
             choices = " or ".join(map(str, accepted))
@@ -140,7 +143,7 @@ def checked(arrays: Mapping[str, np.ndarray], step: int, source: str) -> Dump:
         if arrays[name].dtype.kind not in "fiu":
             raise DumpError(f"{source}: `{name}` has dtype {arrays[name].dtype}; accepted: numbers")
     floats = {name: _as_float(arrays[name]) for name in shapes}
-    for name in ("learner_logp", "sampler_logp", "advantages"):
+    for name in floats.keys() - {"rewards"}:
         _check_values(floats[name], mask, name, source)
     if "lengths" in arrays:
         _check_lengths(arrays["lengths"], mask, source)

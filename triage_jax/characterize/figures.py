@@ -145,6 +145,50 @@ def _fan(axis: Axes, series: Series) -> None:
             _curve(axis, series, f"gap/q{share:g}", color, label if share == shares[0] else None, line=line)
 
 
+def from_metrics(rows: Series) -> Callable[[Figure], None]:
+    """What a run's metrics tell without per-token dumps: rho_asym and the size of the gap, moving means of 20 steps."""
+
+    def draw(figure: Figure) -> None:
+        asymmetry, gap = figure.subplots(1, 2, sharex=True)
+        for axis, curves in (
+            (
+                asymmetry,
+                (
+                    ("rho_asym/raw", BLUE, "raw"),
+                    ("rho_asym/length_normalised", ORANGE, "length-normalised"),
+                    ("rho_asym/effective", GREEN, "effective (TIS)"),
+                ),
+            ),
+            (
+                gap,
+                (
+                    ("gap/abs_mean/token", BLUE, "mean |δ|"),
+                    ("gap/max_abs", ORANGE, "max |δ|"),
+                    ("gap/k3_sampler_learner/token", GREEN, "KL(sampler, learner), k3"),
+                ),
+            ),
+        ):
+            for key, color, label in curves:
+                _curve(axis, _smooth(rows, key), key, color, label)
+            _dress(axis, ())
+        asymmetry.axhline(1.0, color=GREY, linewidth=0.8)
+        asymmetry.set(title="rho_asym: mass of Q3 over mass of Q1", xlabel="step", ylabel="ratio")
+        gap.set(
+            title="Gap: learner minus sampler log-probability", xlabel="step", ylabel="nats", yscale="log"
+        )
+
+    return draw
+
+
+def _smooth(rows: Series, key: str, window: int = 20) -> Series:
+    rows = [row for row in rows if key in row]
+    values = [row[key] for row in rows]
+    return [
+        {"step": row["step"], key: float(np.mean(values[max(0, i - window + 1) : i + 1]))}
+        for i, row in enumerate(rows)
+    ]
+
+
 def localisation(study: Study) -> Callable[[Figure], None]:
     """C_tok and H_seg against the permutation null, per stage; and over the updates."""
 

@@ -206,7 +206,8 @@ def _torch_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises its own, pickle's and zip's errors here
         raise DumpError(
-            f"{file}: not a torch file of tensors and plain values ({type(error).__name__}); other objects are not unpickled"
+            f"{file}: not a torch file of tensors and plain values ({type(error).__name__}); other objects are not "
+            "unpickled"
         ) from None
     if not isinstance(content, dict) or not ({"samples", "rollout_data"} & content.keys()):
         raise DumpError(
@@ -262,8 +263,7 @@ def _join(parts: list[Dump]) -> Dump:
             arrays = [np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in arrays]
         return np.concatenate(arrays)
 
-    names = ("learner_logp", "sampler_logp", "mask", "advantages")
-    rewards = joined("rewards") if all(part.rewards is not None for part in parts) else None
-    return Dump(
-        step=parts[0].step, source=parts[0].source, rewards=rewards, **{name: joined(name) for name in names}
-    )
+    names = ["learner_logp", "sampler_logp", "mask", "advantages"]
+    optional = ("rewards", "learner_logp_after")
+    names += [name for name in optional if all(getattr(part, name) is not None for part in parts)]
+    return Dump(step=parts[0].step, source=parts[0].source, **{name: joined(name) for name in names})

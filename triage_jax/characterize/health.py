@@ -102,7 +102,7 @@ def assess(rows: Sequence[Row]) -> list[Finding]:
 def check(rows: Sequence[Row]) -> list[Finding]:
     """What is wrong over the last 20 updates, most urgent kinds last; nothing for no rows. Cheap enough for every step.
 
-    rows: metrics of updates in order, at least the last 40 for the rules that compare.
+    rows: metrics of updates in order, all of them or at least the last 40, which the rules that compare need.
     """
     return [finding for finding in assess(rows) if not finding.healthy]
 
@@ -132,8 +132,8 @@ def _asymmetry(rows: Sequence[Row]) -> Finding | None:
     else:
         return None
     text = (
-        f"rho_asym is {value:.2f} over {len(window)} steps: A < 0 carries that much of the amplifying mass "
-        "against A > 0; the official runs had 1.5 when drifting, 1.9 to 2.3 before collapse"
+        f"rho_asym, amplifying mass of A < 0 over that of A > 0, is {value:.2f} over {len(window)} steps; "
+        "the official runs had 1.5 when drifting, 1.9 to 2.3 before collapse"
     )
     return Finding(name="rho_asym", healthy=value < 1.5, value=value, step=_step(rows[-1]), text=text)
 

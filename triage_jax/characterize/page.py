@@ -1,12 +1,13 @@
 """`mismatch.html`: the study as one file without scripts, fonts or images from elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from triage_jax.characterize import figures
 from triage_jax.characterize.figures import svg
 from triage_jax.characterize.health import Finding
+from triage_jax.characterize.names import our_names
 from triage_jax.characterize.rows import Skipped
 from triage_jax.characterize.study import Study
 
@@ -90,11 +91,33 @@ def render(study: Study, *, title: str, skipped: Skipped, findings: Sequence[Fin
         '<p class="note">Published defaults, applied to these tokens; before any renormalisation. A rule that '
         "stabilises takes from the left three columns and leaves the right two.</p>",
         svg(figures.remedies(study), 11.0, 3.8),
+        _audit(study),
         "<h2>Responses with the largest gaps</h2>",
         '<p class="note">One response far from the rest is more often a defect (stale weights, another tokenisation, '
         "lost routing) than low precision.</p>",
         _outliers(study),
     ]
+    return _document(title, sections)
+
+
+def render_metrics(rows: Sequence[Mapping[str, Any]], *, title: str, findings: Sequence[Finding]) -> str:
+    """The page of a run that has metrics and no dumps."""
+    numbers = [
+        {key: value for key, value in our_names(row).items() if isinstance(value, int | float)}
+        for row in rows
+    ]
+    sections = [
+        f"<h1>Mismatch of learner and sampler: {escape(title)}</h1>",
+        '<p class="note">From metrics alone: the heat map, the quantiles, the segments and the remedies need per-token '
+        "dumps.</p>",
+        _health(findings),
+        "<h2>Over time</h2>",
+        svg(figures.from_metrics([row for row in numbers if "step" in row]), 12.0, 4.2),
+    ]
+    return _document(title, sections)
+
+
+def _document(title: str, sections: Sequence[str]) -> str:
     body = "\n".join(section for section in sections if section)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>Mismatch: {escape(title)}</title>\n'
@@ -123,6 +146,30 @@ def _skipped(skipped: Skipped) -> str:
         return ""
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in skipped.reasons)
     return f'<p class="bad">{skipped.rows} rows were left out; the first reasons:</p><ul>{reasons}</ul>'
+
+
+def _audit(study: Study) -> str:
+    """Agreement of the sign rule with what the updates did, where the dumps allow it."""
+    rows = [
+        [
+            stage.title,
+            f"{found.depth:g}",
+            f"{found.tokens:,}",
+            text_of(found.share, ".1%"),
+            text_of(found.weighted_share, ".1%"),
+        ]
+        for stage, pool in zip(study.stages, study.pools, strict=True)
+        for found in pool.audit
+    ]
+    if not rows:
+        return ""
+    note = (
+        '<p class="note">Tokens with A &lt; 0 and δ &lt; 0 whose gap moved away from 0 in the update, as the rule of '
+        "the diagonal says. 50 % is a coin; the official runs had 38.9 % and 33.7 % over all depths.</p>"
+    )
+    return (
+        "<h2>Sign audit</h2>" + note + _table(["", "|δ| above", "tokens", "agree", "agree, by |δ A|"], rows)
+    )
 
 
 def _outliers(study: Study) -> str:

@@ -6,7 +6,8 @@ from operator import add
 
 import numpy as np
 
-from triage_jax.characterize.arrays import gap_of, in_threads, row_blocks
+from triage_jax.characterize.arrays import Gap, gap_of, in_threads, per_token, row_blocks
+from triage_jax.characterize.audit import Agreement, sign_audit
 from triage_jax.characterize.dilution import Dilution, dilution
 from triage_jax.characterize.dumps import Dump
 from triage_jax.characterize.gaps import GapSums, gap_sums
@@ -55,15 +56,18 @@ class Pool:
     dilution: Dilution
     remedies: RemedySums
     null: NullCounts | None = None
+    audit: tuple[Agreement, ...] = ()
+    """Empty if an update lacks the log-probabilities after it"""
 
     def __add__(self, other: "Pool") -> "Pool":
         sums = {
             name: getattr(self, name) + getattr(other, name)
             for name in self.__annotations__
-            if name != "null"
+            if name not in ("null", "audit")
         }
         null = self.null + other.null if self.null is not None and other.null is not None else None
-        return Pool(**sums, null=null)
+        audit = tuple(a + b for a, b in zip(self.audit, other.audit, strict=False))
+        return Pool(**sums, null=null, audit=audit)
 
     def row(self, measures: Measures) -> Numbers:
         """The numbers to print and to plot, divided here. NaN where undefined."""
@@ -128,6 +132,7 @@ def measure(dump: Dump, measures: Measures, *, null: bool = False) -> Pool:
             segments=tail_segments(gap, advantages, mask, segment=measures.segment, **at),
             dilution=dilution(gap, advantages, mask, segment=measures.segment, heavy=measures.heavy, **at),
             remedies=remedy_sums(gap, advantages, mask, difference, **at),
+            audit=_audit(dump, rows, gap, sampler),
         )
 
     pool = reduce(add, in_threads(block, list(row_blocks(*dump.mask.shape))))
@@ -139,6 +144,14 @@ def measure(dump: Dump, measures: Measures, *, null: bool = False) -> Pool:
         else None
     )
     return replace(pool, updates=1, null=found)
+
+
+def _audit(dump: Dump, rows: slice, gap: Gap, sampler: Gap) -> tuple[Agreement, ...]:
+    if dump.learner_logp_after is None:
+        return ()
+    mask, coefficient = dump.mask[rows], per_token(dump.advantages[rows])
+    after = np.where(mask, dump.learner_logp_after[rows], 0) - sampler
+    return tuple(sign_audit(gap, after, np.broadcast_to(coefficient, gap.shape), mask))
 
 
 def worst_responses(dump: Dump, count: int = 5) -> list[Outlier]:

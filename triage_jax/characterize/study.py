@@ -73,7 +73,13 @@ class Study:
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is undefined is None."""
         stages = [
-            {"name": stage.name, "steps": list(stage.steps), "remedies": _remedies(pool)} | row
+            {
+                "name": stage.name,
+                "steps": list(stage.steps),
+                "remedies": _remedies(pool),
+                "audit": _audit(pool),
+            }
+            | row
             for stage, pool, row in zip(self.stages, self.pools, self.rows(), strict=True)
         ]
         found = {
@@ -137,6 +143,19 @@ def frozen_threshold(dumps: Iterable[Dump], quantile: float = QUANTILE) -> float
     if math.isnan(threshold):
         raise DumpError("the first window has no valid token to take the tail's threshold from")
     return threshold
+
+
+def _audit(pool: Pool) -> list[dict[str, int | float]]:
+    return [
+        {
+            "depth": found.depth,
+            "tokens": found.tokens,
+            "unmoved": found.unmoved,
+            "share": found.share,
+            "weighted_share": found.weighted_share,
+        }
+        for found in pool.audit
+    ]
 
 
 def _remedies(pool: Pool) -> dict[str, dict[str, float]]:
