@@ -54,10 +54,10 @@ def heat_map(study: Study) -> Callable[[Figure], None]:
                 cmap=MAP,
                 rasterized=True,
             )
-            axis.set_xscale("symlog", linthresh=1e-4)
+            axis.set_xscale("symlog", linthresh=1e-4, linscale=0.4)
             axis.set_xlim(GAP_EDGES[0], GAP_EDGES[-1])
             axis.set_xticks(
-                [-10, -0.1, -1e-3, 1e-3, 0.1, 10], ["-10", "-0.1", "-0.001", "0.001", "0.1", "10"]
+                [-10, -0.1, -1e-3, 0, 1e-3, 0.1, 10], ["-10", "-0.1", "-0.001", "0", "0.001", "0.1", "10"]
             )
             axis.tick_params(axis="x", labelsize=7)
             axis.axvline(0, color=GREY, linewidth=0.8)
