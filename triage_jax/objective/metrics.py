@@ -29,7 +29,7 @@ before `exp`. Gate and Repair diagnostics follow their thresholds whether or not
 | `tis/clip_fraction/token` | 1 | mean | share with ρ outside [low, high] |
 | `tis/ess/token` | 1 | ess | (Σρ)² / (n Σρ²), effective share of the tokens |
 | `ppo/ratio/token` | 1 | mean | r |
-| `ppo/clip_fraction/token` | 1 | mean | share whose gradient the clip removes |
+| `ppo/clip_fraction/token` | 1 | mean | share that a clip, mask or rejection leaves without gradient |
 | `ppo/approx_kl/token` | nat | mean | r - 1 - log r |
 | `quadrant/q1/mass` | 1 | sum | abs(A) over A > 0, δ > 0 (amplifying) |
 | `quadrant/q2/mass` | 1 | sum | abs(A) over A > 0, δ < 0 (contracting) |
