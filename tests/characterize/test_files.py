@@ -107,13 +107,15 @@ BAD = [
     (verl_row(advantages=[1.0, 2.0, 3.0]), ":2: `advantages` has 3 values"),
     (verl_row(advantages=float("inf")), ":2: `advantages` is null or not finite"),
     (verl_row(response_mask=[1]), ":2: `response_mask` has 1 values"),
+    (verl_row(learner=[-1.0, 0.2]), ":2: `old_log_probs` is 0.2 at position 1; accepted: at most 0"),
+    (verl_row(learner=[-1e300, -1.0]), ":2: `old_log_probs` is null or not finite at position 0"),
+    (verl_row(learner=[-(10**400), -1.0]), ":2: `old_log_probs` is .* accepted: a list of numbers"),
 ]
 
 
 @pytest.mark.parametrize(("row", "message"), BAD)
 def test_bad_rows_are_counted_or_refused(tmp_path, row, message):
-    first = verl_row() | ({"response_mask": [1, 1]} if "response_mask" in row else {})
-    path = lines(tmp_path / "3.jsonl", [first, row, "", first])
+    path = lines(tmp_path / "3.jsonl", [verl_row(), row, "", verl_row()])
     source, (dump,) = read(path)
     assert len(dump.mask) == 2
     assert source.skipped.rows == 1
@@ -122,11 +124,27 @@ def test_bad_rows_are_counted_or_refused(tmp_path, row, message):
         read(path, strict=True)
 
 
-def test_a_file_of_bad_rows_only(tmp_path):
-    with pytest.raises(DumpError, match=r"3.jsonl: no usable row; .*3.jsonl:1: `old_log_probs`"):
+def test_files_of_bad_rows_only(tmp_path):
+    with pytest.raises(DumpError, match=r"no usable row; .*3.jsonl:1: `old_log_probs` has 1 values"):
         read(lines(tmp_path / "3.jsonl", [verl_row(learner=[-1.0])]))
-    with pytest.raises(DumpError, match=r"4.jsonl: no usable row, the file is empty"):
-        read(lines(tmp_path / "4.jsonl", []))
+    empty = lines(tmp_path / "4.jsonl", [])
+    with pytest.raises(DumpError, match=r"no usable row; the files are empty"):
+        read(empty)
+    with pytest.raises(DumpError, match=r"no usable row; the files are empty"):
+        open_source([empty]).steps()
+    with pytest.raises(DumpError, match=r"no usable row; .*5.jsonl:1: no field for learner_logp"):
+        open_source([lines(tmp_path / "5.jsonl", [{"x": 1}, {"y": 1}])]).steps()
+    source, dumps = read(tmp_path, lines(tmp_path / "6.jsonl", [verl_row(6)]))
+    assert (source.steps(), len(dumps), source.skipped.rows) == ([1, 6], 1, 3)
+
+
+def test_every_row_has_its_own_fields(tmp_path):
+    header = {"run": "a"}
+    masked = verl_row(response_mask=[0, 1])
+    source, (dump,) = read(lines(tmp_path / "1.jsonl", [header, verl_row(), masked, header]))
+    assert source.skipped.rows == 2
+    assert "1.jsonl:1: no field for learner_logp and sampler_logp" in source.skipped.reasons[0]
+    assert dump.mask.sum(axis=1).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +181,7 @@ def test_map_names_the_fields(tmp_path):
 
 
 def test_columns_of_our_own_names():
-    found = columns_of({"learner_logp", "sampler_logp", "advantages", "mask"}, {}, "x")
+    found = columns_of(frozenset({"learner_logp", "sampler_logp", "advantages", "mask"}), {})
     assert found == {name: name for name in found}
 
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,62 +37,100 @@ class FileSource:
     skipped: Skipped = field(default_factory=Skipped)
 
     def steps(self) -> list[int]:
-        """Every update's number, in order. Raises DumpError if the files go back to an earlier one."""
+        """Every update's number, in order.
+
+        Raises DumpError if the files go back to an earlier one, or if no row of them can be used.
+        """
         found: list[int] = []
+        problem: str | None = None
         for number, file in enumerate(self.files):
             for step in _steps(file, number, self.columns):
+                if isinstance(step, _Problem):
+                    problem = problem or str(step)
+                    continue
                 if found and step < found[-1]:
                     raise DumpError(f"{file}: step {step} after step {found[-1]}; accepted: steps in order")
                 if not found or step != found[-1]:
                     found.append(step)
+        if not found:
+            raise DumpError(f"no usable row; {problem or 'the files are empty'}")
         return found
 
     def dumps(self, steps: frozenset[int] | None = None) -> Iterator[Dump]:
-        """The updates. Raises DumpError for a file that cannot be used, or for a row if `strict`."""
+        """The updates. Raises DumpError if there is no usable row, for a damaged file, or for any row if `strict`."""
         self.skipped.rows, self.skipped.reasons = 0, []
         parts = itertools.chain.from_iterable(
             self._parts(n, file, steps) for n, file in enumerate(self.files)
         )
+        empty = True
         for _, same in itertools.groupby(parts, key=lambda dump: dump.step):
+            empty = False
             yield _join(list(same))
+        if empty and steps is None:
+            raise DumpError("no usable row; " + (self.skipped.reasons or ["the files are empty"])[0])
 
     def _parts(self, number: int, file: Path, steps: frozenset[int] | None) -> Iterator[Dump]:
         if file.suffix == ".npz":
-            dump = _read_npz(file, number, self.columns)
-            if steps is None or dump.step in steps:
-                yield dump
+            if steps is None or next(iter(_steps(file, number, self.columns))) in steps:
+                yield _read_npz(file, number, self.columns)
             return
-        default = _default_step(file, number)
-        columns: dict[str, str] = {}
-        pending: list[Row] = []
-        current, used = default, False
-        for place, raw in _raw_rows(file):
-            try:
-                if isinstance(raw, str):
-                    raise RowError(raw)
-                columns = columns or columns_of(set(raw), self.columns, place)
-                step = _step(raw, columns, default)
-                if steps is not None and step not in steps:
-                    used = True
+        rows = self._usable(number, file, steps)
+        for step, same in itertools.groupby(rows, key=lambda found: found[0]):
+            yield dump_of([row for _, row in same], step, str(file))
+
+    def _usable(self, number: int, file: Path, steps: frozenset[int] | None) -> Iterator[tuple[int, Row]]:
+        for found in _located(file, number, self.columns):
+            if isinstance(found, _Located):
+                if steps is not None and found.step not in steps:
                     continue
-                row = parse_row(raw, columns)
-            except RowError as error:
-                if self.strict:
-                    raise DumpError(f"{place}: {error}") from None
-                self.skipped.add(f"{place}: {error}")
-                continue
-            if pending and step != current:
-                yield dump_of(pending, current, str(file))
-                pending = []
-            current, used = step, True
-            pending.append(row)
-        if pending:
-            yield dump_of(pending, current, str(file))
-        if not used:
-            reasons = self.skipped.reasons
-            raise DumpError(
-                f"{file}: no usable row" + (f"; {reasons[-1]}" if reasons else ", the file is empty")
-            )
+                try:
+                    yield found.step, parse_row(found.raw, found.columns)
+                    continue
+                except RowError as error:
+                    found = _Problem(found.place, str(error))
+            if self.strict:
+                raise DumpError(str(found))
+            self.skipped.add(str(found))
+
+
+class _Located(NamedTuple):
+    """A row, and where its columns are."""
+
+    place: str
+    step: int
+    raw: Mapping[str, Any]
+    columns: Mapping[str, str]
+
+
+class _Problem(NamedTuple):
+    """A row that cannot be used."""
+
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
+def _located(file: Path, number: int, chosen: Mapping[str, str]) -> Iterator[_Located | _Problem]:
+    """Rows of a file; what holds which column is looked up once per set of fields."""
+    default = _default_step(file, number)
+    known: dict[frozenset[str], Mapping[str, str] | str] = {}
+    for place, raw in _raw_rows(file):
+        if isinstance(raw, str):
+            yield _Problem(place, raw)
+            continue
+        names = frozenset(raw)
+        if names not in known:
+            try:
+                known[names] = columns_of(names, chosen)
+            except DumpError as error:
+                known[names] = str(error)
+        columns = known[names]
+        if isinstance(columns, str):
+            yield _Problem(place, columns)
+        else:
+            yield _Located(place, _step(raw, columns, default), raw, columns)
 
 
 def open_source(
@@ -136,24 +174,23 @@ def _step(raw: Mapping[str, Any], columns: Mapping[str, str], default: int) -> i
     return int(value) if isinstance(value, int | float) else default
 
 
-def _steps(file: Path, number: int, chosen: Mapping[str, str]) -> Iterator[int]:
+def _steps(file: Path, number: int, chosen: Mapping[str, str]) -> Iterator[int | _Problem]:
     """Numbers of the updates of one file, without looking at its tokens."""
-    default = _default_step(file, number)
     if file.suffix == ".npz":
-        yield _npz_step(file, chosen.get("step", "step"), default)
+        yield _npz_step(file, chosen.get("step", "step"), _default_step(file, number))
         return
-    columns: dict[str, str] = {}
-    for place, raw in _raw_rows(file):
-        if not isinstance(raw, str):
-            columns = columns or columns_of(set(raw), chosen, place)
-            yield _step(raw, columns, default)
+    for found in _located(file, number, chosen):
+        yield found.step if isinstance(found, _Located) else found
 
 
 def _read_npz(file: Path, number: int, chosen: Mapping[str, str]) -> Dump:
     arrays = read_arrays(file)
     if not chosen and str(arrays.get("format")) == FORMAT:
         return read_dump(file)
-    columns = columns_of(set(arrays), chosen, str(file))
+    try:
+        columns = columns_of(frozenset(arrays), chosen)
+    except DumpError as error:
+        raise DumpError(f"{file}: {error}") from None
     if "advantages" not in columns:
         raise DumpError(f"{file}: no array for advantages; found: {', '.join(sorted(arrays))}")
     named = {column: arrays[name] for column, name in columns.items() if column not in ("group", "step")}

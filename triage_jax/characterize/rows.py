@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from triage_jax.characterize.dumps import Dump, DumpError, checked
+from triage_jax.characterize.dumps import ABOVE_ZERO, Dump, DumpError, checked
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "learner_logp": (
@@ -52,32 +52,30 @@ def parse_map(pairs: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def columns_of(names: set[str], chosen: Mapping[str, str], where: str) -> dict[str, str]:
+def columns_of(names: frozenset[str], chosen: Mapping[str, str]) -> dict[str, str]:
     """Which name holds which column. Raises DumpError if one that is needed cannot be found."""
     found = {}
     for column, aliases in ALIASES.items():
         if column in chosen:
             if chosen[column] not in names:
-                raise DumpError(
-                    f"{where}: --map {column}={chosen[column]}: no such field; found: {_list(names)}"
-                )
+                raise DumpError(f"--map {column}={chosen[column]}: no such field; found: {_list(names)}")
             found[column] = chosen[column]
         elif hit := next((name for name in aliases if name in names), None):
             found[column] = hit
     if missing := [column for column in REQUIRED if column not in found]:
         raise DumpError(
-            f"{where}: no field for {' and '.join(missing)} (looked for {_list(ALIASES[missing[0]])}); found: "
+            f"no field for {' and '.join(missing)} (looked for {_list(ALIASES[missing[0]])}); found: "
             f"{_list(names)}. {_hint(names)}"
         )
     if "advantages" not in found and not {"rewards", "group"} <= found.keys():
         raise DumpError(
-            f"{where}: no field for advantages, and none for rewards and group to compute them from; found: "
+            f"no field for advantages, and none for rewards and group to compute them from; found: "
             f"{_list(names)}"
         )
     return found
 
 
-def _hint(names: set[str]) -> str:
+def _hint(names: frozenset[str]) -> str:
     if "rollout_log_probs" in names and "tokens" in names:
         return (
             "slime's and miles' rollout dumps lack the learner's: write train data, --save-debug-train-data"
@@ -133,6 +131,10 @@ def parse_row(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
         bad = ~np.isfinite(values) & mask
         if bad.any():
             raise RowError(f"`{columns[name]}` is null or not finite at position {int(bad.argmax())}")
+        above = (values > ABOVE_ZERO) & mask
+        if above.any():
+            place = int(above.argmax())
+            raise RowError(f"`{columns[name]}` is {values[place]:g} at position {place}; accepted: at most 0")
     advantage = _advantage(row, columns, len(learner))
     start = int(mask.argmax())
     return Row(
@@ -172,8 +174,9 @@ def _vector(row: Mapping[str, Any], name: str) -> Float[np.ndarray, " T"]:
     if hasattr(value, "tolist"):
         value = value.tolist()
     try:
-        vector = np.asarray(value, np.float32)  # None becomes NaN
-    except (TypeError, ValueError):
+        with np.errstate(over="ignore"):  # infinities are refused by name later
+            vector = np.asarray(value, np.float64).astype(np.float32)  # None becomes NaN
+    except (TypeError, ValueError, OverflowError):
         raise RowError(f"`{name}` is {_short(value)}; accepted: a list of numbers") from None
     if vector.ndim != 1 or not isinstance(value, list):
         raise RowError(f"`{name}` is {_short(value)}; accepted: a list of numbers")
