@@ -59,6 +59,17 @@ def test_ties_at_the_cut_rank_by_position():
     assert localization(reversed_order, top_share=0.5).concentration == 1 / 3
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_many_ties_rank_by_position(seed):
+    """Short last segments tie with full ones at other counts: 1 of 2 with 2 of 4."""
+    rng = np.random.default_rng(seed)
+    found = segments_of(rng.random((300, 10)) < 0.4, segment=4)
+    ranked = sorted(zip(found.tail.tolist(), found.valid.tolist(), strict=True), key=lambda s: -s[0] / s[1])
+    for share in (0.05, 0.3, 0.5):
+        top = sum(tail for tail, _ in ranked[: top_count(len(ranked), share)])
+        assert localization(found, top_share=share).concentration == top / found.tail.sum()
+
+
 @pytest.mark.parametrize(("segments", "expected"), [(0, 0), (1, 1), (20, 1), (21, 2), (100, 5), (23, 2)])
 def test_the_top_share_is_rounded_up(segments, expected):
     assert top_count(segments) == expected
@@ -156,7 +167,7 @@ def test_null_counts_of_two_updates_pool():
 
 
 def test_order_test_against_all_orders():
-    heavy = np.array([1, 1, 0, 1, 0, 0], bool)
+    heavy = np.array([1, 1, 1, 0, 0, 0], bool)
     found = segments_of(np.repeat(heavy, 4)[None], segment=4)
     pairs = []
     for places in itertools.combinations(range(6), 3):
@@ -164,9 +175,9 @@ def test_order_test_against_all_orders():
         row[list(places)] = True
         pairs.append(np.count_nonzero(row[1:] & row[:-1]))
     test = order_test(found)
-    assert (test.observed, test.expected) == (1, pytest.approx(np.mean(pairs)))
-    assert test.z == pytest.approx((1 - np.mean(pairs)) / np.std(pairs))
-    assert test.enrichment == pytest.approx(1 / np.mean(pairs))
+    assert (test.observed, test.expected) == (2, pytest.approx(np.mean(pairs)))
+    assert test.z == pytest.approx((2 - np.mean(pairs)) / np.std(pairs))
+    assert test.enrichment == pytest.approx(2 / np.mean(pairs))
 
 
 def test_nothing_to_localise():

@@ -101,6 +101,16 @@ def test_blocks_do_not_matter(monkeypatch):
     assert measure(dump, measures, null=True).row(measures) == pytest.approx(whole, rel=1e-12, nan_ok=True)
 
 
+def test_updates_have_draws_of_their_own():
+    """Draws that repeat from update to update would widen the interval of a window."""
+    dump, measures = random_dump(9), Measures(threshold=-0.25, draws=5)
+    first, again, other = (
+        measure(replace(dump, step=step), measures, null=True).null.table for step in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
 def test_a_study_pools_before_it_divides():
     dumps = updates(8)
     source = Listed(dumps)
