@@ -131,11 +131,16 @@ def test_every_section_is_frozen():
 
 
 def test_a_recipe_by_name_and_what_differs_from_it(tmp_path):
-    text = "numerics:\n  learner: te_default\n  sampler: {preset: sglang_per_token, activation: {tile: 1x16}, router: bf16}\n"
-    numerics = parse(["--config", _written(tmp_path, text), "--numerics.learner.layers", "mlp"]).config.numerics
+    sampler = "{preset: sglang_per_token, activation: {tile: 1x16}, router: bf16}"
+    text = f"numerics:\n  learner: te_default\n  sampler: {sampler}\n"
+    numerics = parse(
+        ["--config", _written(tmp_path, text), "--numerics.learner.layers", "mlp"]
+    ).config.numerics
     assert numerics.learner == dataclasses.replace(PRESETS["te_default"], layers="mlp")
     assert numerics.sampler == dataclasses.replace(PRESETS["sglang_per_token"], router="bf16")
-    with pytest.raises(ConfigError, match=r"numerics.learner: 'te_defualt' is no recipe; accepted: bf16, te_default"):
+    with pytest.raises(
+        ConfigError, match=r"numerics.learner: 'te_defualt' is no recipe; accepted: bf16, te_default"
+    ):
         parse(["--config", _written(tmp_path, "numerics: {learner: te_defualt}")])
 
 
@@ -148,3 +153,12 @@ def test_files_are_laid_over_each_other(tmp_path):
     second.write_text("rolout: {temperature: 0.7}\n")
     with pytest.raises(ConfigError, match=r"run.yaml \+ .*second.yaml: rolout: unknown field"):
         parse(["--config", first, "--config", str(second)])
+
+
+def test_an_unknown_objective_is_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"command line: objective 'bapoo' is not known; accepted: grpo, dr_grpo"
+    ):
+        parse(["--objective.name", "bapoo"])
+    with pytest.raises(ConfigError, match=r"run.yaml: the whole: objective 'bapoo' is not known"):
+        parse(["--config", _written(tmp_path, "objective: {name: bapoo}")])

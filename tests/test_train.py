@@ -391,3 +391,15 @@ def test_tokens_older_than_allowed_are_not_trained_on(tmp_path, monkeypatch, cap
     assert train.main(_arguments(tmp_path / "late")) == 1
     assert "was drawn with weights 1 to 1; step 2 accepts 2 to 2" in capsys.readouterr().err
     assert Checkpoints(tmp_path / "late/checkpoints", keep=2).steps == [2]
+
+
+@pytest.mark.parametrize("name", ["triage_calibrated", "bapo"])
+def test_other_objectives_train(tmp_path, name):
+    window = ("--objective.calibration.updates", "2", "--learner.micro-batch", "4", "--objective.name", name)
+    assert train.main(_arguments(tmp_path / "run", *window)) == 0
+    rows = [row for row in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in row]
+    assert [row["optimizer/applied"] for row in rows] == [1] * STEPS
+    frozen = tmp_path / "run/gate_calibration.json"
+    assert frozen.exists() == (name == "triage_calibrated")
+    if frozen.exists():
+        assert json.loads(frozen.read_text())["updates"] == 2

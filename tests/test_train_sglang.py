@@ -1,4 +1,4 @@
-"""Whole runs whose samples come over HTTP, from the tests' small server: identity, death, resumption, one step ahead."""
+"""Whole runs whose samples come over HTTP, from the tests' small server: identity, death, resumption, staleness."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -46,13 +46,16 @@ def parse(arguments: Sequence[str]) -> Invocation:
     Raises ConfigError for a bad file; unknown flags end the process with status 2 and a suggestion, as tyro does.
     """
     default = from_dict(TrainConfig, *_defaults(arguments))
-    command = tyro.cli(
-        _Command,
-        prog="python -m triage_jax.train",
-        description=DESCRIPTION,
-        args=list(arguments),
-        default=_Command(run=default),
-    )
+    try:
+        command = tyro.cli(
+            _Command,
+            prog="python -m triage_jax.train",
+            description=DESCRIPTION,
+            args=list(arguments),
+            default=_Command(run=default),
+        )
+    except ValueError as error:
+        raise ConfigError(f"command line: {error}") from error
     if command.resume and command.overwrite:
         raise ConfigError("--resume continues a run and --overwrite deletes it: choose one")
     return Invocation(

@@ -1,11 +1,13 @@
 """From a task's problems to an update's batch: prompts, requests, rewards, arrays."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from triage_jax.config import TrainConfig
 from triage_jax.learner import RolloutBatch, pack_batch
+from triage_jax.objective import balance_advantages
 from triage_jax.rollout import Request, Sample, SamplingParams
 from triage_jax.run import Run
 from triage_jax.tasks.jsonl import DataError
@@ -111,13 +113,16 @@ def rewards_of(verdicts: list[Verdict], samples: list[Sample]) -> np.ndarray:
 def make_batch(
     run: Run, requests: list[Request], samples: list[Sample], advantages: np.ndarray, usable: np.ndarray
 ) -> RolloutBatch:
-    """Arrays of one update. Aborted samples never enter the loss, truncated ones only if the configuration says so."""
+    """Arrays of one update, advantages balanced as the objective asks.
+
+    Aborted samples never enter the loss, truncated ones only if the configuration says so.
+    """
     settings = run.config.rollout
     kept = {"stop", "length"} if settings.train_truncated else {"stop"}
     usable = usable & np.array([sample.finish_reason in kept for sample in samples])
     bucket = settings.local.prompt_bucket
     widest = max(len(request.prompt_ids) for request in requests)
-    return pack_batch(
+    batch: Any = pack_batch(
         [request.prompt_ids for request in requests],
         samples,
         advantages,
@@ -126,6 +131,10 @@ def make_batch(
         response_width=settings.max_new_tokens,
         replay_routing=settings.replay_routing,
     )
+    balanced = balance_advantages(
+        batch.advantages, batch.mask.sum(axis=1), settings.samples_per_prompt, run.config.objective.balance
+    )
+    return batch.replace(advantages=balanced)
 
 
 def held_out(run: Run) -> HeldOut:

@@ -14,7 +14,7 @@ from triage_jax.learner import LearnerConfig, OptimizerConfig
 from triage_jax.model import Numerics
 from triage_jax.model.presets import PRESETS
 from triage_jax.nvfp4 import QuantSpec
-from triage_jax.objective import TriageConfig
+from triage_jax.objective import TriageConfig, objective_by_name
 from triage_jax.rollout import LocalEngineConfig
 from triage_jax.rollout.sglang import SglangConfig
 from triage_jax.tasks.arithmetic import ArithmeticConfig
@@ -160,6 +160,7 @@ class TrainConfig:
     track: TrackSection = field(default_factory=TrackSection)
 
     def __post_init__(self) -> None:
+        objective_by_name(self.objective.name)
         rows, micro = self.rollout.rows, self.learner.micro_batch
         if micro and rows % micro:
             raise ValueError(

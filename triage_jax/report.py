@@ -14,6 +14,7 @@ from triage_jax.estimate import memory_estimate
 from triage_jax.metrics import Row, read_metrics
 from triage_jax.model import ModelConfig
 from triage_jax.model.load import load_config
+from triage_jax.objective import TriageConfig
 from triage_jax.run import Paths, resolve_model
 
 # Okabe and Ito's palette: told apart with every common kind of colour blindness.
@@ -212,10 +213,6 @@ def _plan_rows(config: TrainConfig, model: ModelConfig) -> list[tuple[str, str]]
     rollout, rows = config.rollout, config.rollout.rows
     micro = config.learner.micro_batch or rows
     mesh = config.learner.mesh
-    objective = config.objective
-    tis = f"TIS [{objective.tis.low:g}, {objective.tis.high:g}]" if objective.tis.enabled else "no TIS"
-    gate = f"Gate {objective.gate.scope}" if objective.gate.enabled else "no Gate"
-    repair = f"Repair {objective.repair.scope}" if objective.repair.enabled else "no Repair"
     return [
         (
             "model",
@@ -223,7 +220,7 @@ def _plan_rows(config: TrainConfig, model: ModelConfig) -> list[tuple[str, str]]
         ),
         ("learner", config.numerics.learner.describe()),
         ("sampler", _sampler(config)),
-        ("objective", f"{gate}, {repair}, {tis}, {objective.reduction} reduction"),
+        ("objective", _objective(config.objective)),
         (
             "batch",
             f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = {rows} responses a step, "
@@ -233,6 +230,21 @@ def _plan_rows(config: TrainConfig, model: ModelConfig) -> list[tuple[str, str]]
         ("steps", f"{config.steps}, learning rate {config.optimizer.learning_rate:g}"),
         ("out", config.out),
     ]
+
+
+def _objective(objective: TriageConfig) -> str:
+    """Its name; of TRIAGE's own family also what takes part."""
+    if not objective.name.startswith("triage"):
+        return objective.name
+    missing = objective.name.removeprefix("triage_no_")
+    tis = f"TIS [{objective.tis.low:g}, {objective.tis.high:g}]"
+    gate = "calibrated Gate" if objective.name == "triage_calibrated" else f"Gate {objective.gate.scope}"
+    parts = {"gate": gate, "repair": f"Repair {objective.repair.scope}", "tis": tis}
+    named = [
+        text if getattr(objective, part).enabled and part != missing else f"no {text.split()[0]}"
+        for part, text in parts.items()
+    ]
+    return f"{objective.name}: {', '.join(named)}, {objective.reduction} reduction"
 
 
 def _sampler(config: TrainConfig) -> str:

@@ -103,6 +103,10 @@ class Paths:
         return self.root / "model"
 
     @property
+    def calibration(self) -> Path:
+        return self.root / "gate_calibration.json"
+
+    @property
     def dumps(self) -> Path:
         return self.root / "dumps"
 
@@ -118,7 +122,7 @@ class Paths:
         """Delete what a run writes, and nothing else that may lie in the directory."""
         for path in (self.checkpoints, self.skipped, self.model, self.dumps, self.weights, self.tensorboard):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (self.metrics, self.report, self.config):
+        for path in (self.metrics, self.report, self.calibration, self.config):
             path.unlink(missing_ok=True)
 
 

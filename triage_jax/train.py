@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from triage_jax import report
+from triage_jax.calibrate import GateCalibrator
 from triage_jax.characterize.dumps import dump_path, write_dump
 from triage_jax.cli import Invocation, parse
 from triage_jax.collect import held_out, make_batch, reward, rewards_of
@@ -42,6 +43,7 @@ def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
     too many skipped updates.
     """
     config, engine, state, cursor = run.config, run.engine, run.state, run.cursor
+    calibrator = GateCalibrator(run.learner, run.paths.calibration)
     pipeline, ahead, previous = Pipeline(run, console.sampling), config.rollout.max_staleness, None
     if run.step == 0:
         _log_held_out(run, step=0, console=console)
@@ -56,7 +58,11 @@ def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
 
             verdicts = reward(run, rollout.prompts, samples)
             rewards = rewards_of(verdicts, samples)
-            advantages = group_advantages(rewards, config.rollout.samples_per_prompt)
+            advantages = group_advantages(
+                rewards,
+                config.rollout.samples_per_prompt,
+                divide_by_std=config.objective.name != "dr_grpo",
+            )
             host_batch = make_batch(run, rollout.requests, samples, advantages.advantages, advantages.usable)
             batch = place_batch(host_batch, run.mesh)
             # One program at a time: two with collectives in flight at once can lock up virtual CPU devices.
@@ -65,7 +71,8 @@ def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
                 run, scores, previous, batch, drawn_before(step, samples, batch.mask.shape[1])
             )
             previous = jax.tree.map(jax.numpy.copy, state.params) if ahead else None
-            state, outcome = jax.block_until_ready(update(run.learner, state, batch, scores.logp))
+            state, outcome = jax.block_until_ready(update(calibrator.learner, state, batch, scores.logp))
+            calibrator.see(np.asarray(scores.logp), host_batch)
             cursor, learned = rollout.prompts.cursor, time.perf_counter()
 
             row = describe_step(

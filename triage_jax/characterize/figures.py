@@ -19,6 +19,7 @@ from triage_jax.characterize.study import Series, Study
 
 # Okabe and Ito's palette: told apart with every common kind of colour blindness.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#777777"
+LIGHT, LIGHTER = "#BBBBBB", "#F0F0F0"
 MAP = "cividis"
 _DECADES = np.logspace(-4, 2, 6 * 8 + 1)
 GAP_EDGES: Float[np.ndarray, "..."] = np.concatenate([-_DECADES[::-1], _DECADES])
@@ -221,9 +222,8 @@ def _against_null(axis: Axes, rows: Series, key: str, stages: Sequence[Stage]) -
         axis.plot(
             [place, place],
             [low, high],
-            color=GREY,
+            color=LIGHT,
             linewidth=7,
-            alpha=0.6,
             solid_capstyle="butt",
             label="null, middle 95 %" if first else None,
         )
@@ -238,7 +238,7 @@ def _against_null(axis: Axes, rows: Series, key: str, stages: Sequence[Stage]) -
         axis.plot(place, row[key], "D", color=BLUE, markersize=6, label="observed" if first else None)
     axis.set_xticks(range(len(rows)), [stage.name for stage in stages])
     axis.set_xlim(-0.6, len(rows) - 0.4)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.12 * axis.get_ylim()[1])
     axis.set_xlabel("stage (end of the window)")
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8)
@@ -294,7 +294,7 @@ def _curve(axis: Axes, rows: Series, key: str, color: str, label: str | None, li
 def _dress(axis: Axes, stages: Sequence[Stage]) -> None:
     if len(stages) > 1:
         for stage in stages[::2]:
-            axis.axvspan(stage.steps[0] - 0.5, stage.steps[-1] + 0.5, color=GREY, alpha=0.10, linewidth=0)
+            axis.axvspan(stage.steps[0] - 0.5, stage.steps[-1] + 0.5, color=LIGHTER, linewidth=0, zorder=0)
     axis.grid(alpha=0.25)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8)

@@ -20,9 +20,8 @@ from triage_jax.objective import (
     Totals,
     TriageConfig,
     collapse,
-    gate_weights,
-    triage_loss,
-    update_totals,
+    objective_by_name,
+    update_inputs,
 )
 
 
@@ -115,15 +114,14 @@ def update(
 ) -> tuple[LearnerState, UpdateReport]:
     """One optimiser step on `batch`, whose tokens had learner log-probabilities `old_logp` before it.
 
-    Gate weights and totals are taken over the whole batch before it is cut, so that neither micro-batches nor devices
-    change loss or gradient. With a NaN or inf in the loss or the gradient, parameters and optimiser stay as they were.
+    The objective's weights and totals are taken over the whole batch before it is cut, so that neither micro-batches
+    nor devices change loss or gradient. With a NaN or inf in either, parameters and optimiser stay as they were.
     """
     config = learner.objective
     tokens = TokenBatch(
         old_logp=old_logp, sampler_logp=batch.sampler_logp, advantages=batch.advantages, mask=batch.mask
     )
-    weights = gate_weights(old_logp - batch.sampler_logp, batch.advantages, batch.mask, config)
-    totals = update_totals(tokens, weights, config)
+    weights, totals = update_inputs(tokens, config)
     loss, metrics, grads = _accumulate(learner, state, batch, tokens, weights, totals)
 
     grad_norm = optax.tree.norm(grads)
@@ -183,7 +181,7 @@ def _accumulate(
     def loss_of(params: Params, piece: tuple[RolloutBatch, TokenBatch, Array], key: Array | None):
         rows, piece_tokens, piece_weights = piece
         scores = _score(learner, params, rows, key)
-        return triage_loss(
+        return objective_by_name(learner.objective.name)(
             scores.logp,
             piece_tokens,
             learner.objective,
