@@ -1,6 +1,7 @@
 """A whole run: windows, pooling, one update in memory, JSON, page and command."""
 
 import json
+import math
 import re
 import weakref
 from dataclasses import replace
@@ -136,6 +137,17 @@ def test_a_given_threshold_is_kept_and_the_seed_repeats():
     assert first["measures"]["threshold"] == -0.4
     assert json.dumps(first, allow_nan=False) == json.dumps(again)
     assert first["stages"][0]["remedies"].keys() >= {"TIS", "OPSM", "TRIAGE Gate"}
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_a_run_without_negative_advantages_has_a_page(advantage):
+    dumps = [replace(dump, advantages=np.full(12, advantage)) for dump in updates(4)]
+    found = study(Listed(dumps), StudyConfig(draws=3))
+    assert all(math.isnan(row["C_tok"]) and row["segments"] == 0 for row in found.rows())
+    assert found.to_json()["stages"][0]["C_tok"] is None
+    page = Page()
+    page.feed(render(found, title="x", skipped=Skipped()))
+    assert page.tags.count("svg") == 4
 
 
 def test_nothing_to_study():
