@@ -82,6 +82,8 @@ class FileSource:
         for found in _located(file, number, self.columns):
             if isinstance(found, _Located):
                 if steps is not None and found.step not in steps:
+                    if found.step > max(steps, default=found.step - 1):
+                        return  # steps are in order: the rest is later still
                     continue
                 try:
                     yield found.step, parse_row(found.raw, found.columns)
