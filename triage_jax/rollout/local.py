@@ -203,21 +203,24 @@ def _generate(
     """Prefill, then decode until every row has drawn a stop id or `limit` tokens."""
     rows, width = tokens.shape
     stops = jnp.asarray(stop_ids, jnp.int32)
+    uniforms = jax.vmap(lambda step: row_uniforms(seeds, step))(jnp.arange(limit))
 
     def append(state: _State, logits: Array) -> _State:
         """Draw the next token of every row that is not done."""
         if temperature > 0.0:
-            token, logprob = draw(logits / temperature, row_uniforms(seeds, state.step))
+            token, logprob = draw(logits / temperature, uniforms[state.step])
         else:
             token, logprob = greedy(logits)
         alive = ~state.done
-        token = jnp.where(alive, token, 0)
+        token, logprob = jnp.where(alive, token, 0), jnp.where(alive, logprob, 0.0)
+        # Not `.at[:, step].set`, a scatter, which is a loop on a CPU.
+        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=state.step, axis=1)
         return replace(
             state,
             step=state.step + 1,
             done=state.done | (alive & jnp.any(token[:, None] == stops[None, :], axis=1)),
-            tokens=state.tokens.at[:, state.step].set(token),
-            logprobs=state.logprobs.at[:, state.step].set(jnp.where(alive, logprob, 0.0)),
+            tokens=put(state.tokens, token[:, None]),
+            logprobs=put(state.logprobs, logprob[:, None]),
             lengths=state.lengths + alive,
         )
 
