@@ -10,6 +10,7 @@ import numpy as np
 from triage_jax import report
 from triage_jax.calibrate import GateCalibrator
 from triage_jax.characterize.dumps import dump_path, write_dump
+from triage_jax.characterize.health import HealthWatch
 from triage_jax.cli import Invocation, parse
 from triage_jax.collect import held_out, make_batch, reward, rewards_of
 from triage_jax.config import ConfigError
@@ -23,6 +24,7 @@ from triage_jax.learner import (
     score,
     update,
 )
+from triage_jax.metrics import read_metrics
 from triage_jax.model import ModelError, Params, TokenScores
 from triage_jax.pipeline import Pipeline, drawn_before
 from triage_jax.rollout import EngineError
@@ -45,6 +47,7 @@ def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
     config, engine, state, cursor = run.config, run.engine, run.state, run.cursor
     calibrator = GateCalibrator(run.learner, run.paths.calibration)
     pipeline, ahead, previous = Pipeline(run, console.sampling), config.rollout.max_staleness, None
+    health = HealthWatch(read_metrics(run.paths.metrics))
     if run.step == 0:
         _log_held_out(run, step=0, console=console)
     try:
@@ -90,6 +93,8 @@ def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
                 row |= timings(started, sampled, learned, time.perf_counter(), rollout) | engine.metrics()
                 run.log.log(row, step + 1)
             console.step(step + 1, row)
+            for warning in health.see({"step": step + 1, **row}):
+                console.note(f"warning: {warning}")
             _guard(run, host_batch, scores, state, outcome)
             if config.eval.every and (step + 1) % config.eval.every == 0 and step + 1 < config.steps:
                 _log_held_out(run, step=step + 1, console=console)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from triage_jax.characterize import DumpError
-from triage_jax.characterize.health import LIMITS, assess, check
+from triage_jax.characterize.health import LIMITS, HealthWatch, assess, check
 from triage_jax.characterize.names import FRAMEWORKS, NAMES, our_names
 from triage_jax.characterize.watch import metrics_file, read_rows
 from triage_jax.objective import TokenBatch, finalize, mismatch_metrics
@@ -147,3 +147,24 @@ def test_metrics_files(tmp_path):
         log.write_text(bad)
         with pytest.raises(DumpError, match=message):
             read_rows(log)
+
+
+def test_a_watch_tells_each_finding_once_until_it_has_healed():
+    def row(step: int, gap: float) -> dict[str, float]:
+        return {"step": step, "loss": 0.0, "gap/abs_mean/token": gap}
+
+    watch = HealthWatch([row(step, 0.01) for step in range(1, 11)])
+    assert [text for step in range(11, 31) for text in watch.see(row(step, 0.01))] == []
+    told = [text for step in range(31, 71) for text in watch.see(row(step, 0.3))]
+    assert sum("mean |gap|" in text and "miles" in text for text in told) == 1
+    assert [text for step in range(71, 111) for text in watch.see(row(step, 0.01)) if "miles" in text] == []
+    again = [text for step in range(111, 151) for text in watch.see(row(step, 0.3))]
+    assert sum("mean |gap|" in text and "miles" in text for text in again) == 1
+
+
+def test_a_watch_is_silent_before_it_can_average():
+    watch = HealthWatch()
+    assert [watch.see({"step": step, "loss": 0.0, "gap/abs_mean/token": 3.0}) for step in range(1, 20)] == [
+        []
+    ] * 19
+    assert watch.see({"step": 20, "loss": 0.0, "gap/abs_mean/token": 3.0})

@@ -14,6 +14,7 @@ set for their models and numerics: they are yardsticks, no promise.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -23,6 +24,8 @@ from triage_jax.characterize.names import our_names
 
 type Row = Mapping[str, Any]
 WINDOW = 20
+RECENT = 200
+"""Updates that a watch keeps, its healthy window among them"""
 JUMP = 5.0
 GROWTH = 3.0
 REWARD_FLOOR = 0.10
@@ -105,6 +108,27 @@ def check(rows: Sequence[Row]) -> list[Finding]:
     rows: metrics of updates in order, all of them or at least the last 40, which the rules that compare need.
     """
     return [finding for finding in assess(rows) if not finding.healthy]
+
+
+class HealthWatch:
+    """`check` after every update of a run, each kind of finding told once until it has healed.
+
+    Silent for the first 20 updates, over which the limits average.
+    """
+
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
+        self._recent: deque[Row] = deque(filter(_is_update, rows), maxlen=RECENT)
+        self._told: set[str] = set()
+
+    def see(self, row: Row) -> list[str]:
+        """What is newly wrong, in words."""
+        self._recent.append(row)
+        if len(self._recent) < WINDOW:
+            return []
+        findings = {finding.name: finding.text for finding in check(list(self._recent))}
+        new = [text for name, text in findings.items() if name not in self._told]
+        self._told = set(findings)
+        return new
 
 
 def _is_update(row: Row) -> bool:
