@@ -44,7 +44,9 @@ def main() -> None:
     parser.add_argument("--torch-python", type=Path, help="without it only our own rates are printed")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--numerics", nargs="+", default=list(NUMERICS), choices=NUMERICS, help="ours to measure")
+    parser.add_argument(
+        "--numerics", nargs="+", default=list(NUMERICS), choices=NUMERICS, help="ours to measure"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts of the peer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bound", type=float, default=3.0, help="smallest ratio that passes")

@@ -120,9 +120,7 @@ class Client:
             raise RequestRefused(what, url=self.url)
         rid = new_rid()
         body = await self._call("POST", "/generate", score_payload(ids, rid), rid, timeout=timeout)
-        return read_scores(
-            body, ids, rid, vocab_size=self._limits.vocab_size, label=label, url=self.url
-        )
+        return read_scores(body, ids, rid, vocab_size=self._limits.vocab_size, label=label, url=self.url)
 
     async def ready(self) -> bool:
         """Whether the server takes work now; False while it starts, drains, is paused or cannot be reached.
