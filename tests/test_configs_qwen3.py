@@ -7,6 +7,7 @@ import pytest
 
 from triage_jax.cli import parse
 from triage_jax.config import TrainConfig, flatten, to_dict
+from triage_jax.model.quantized import check_storable
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 REPORTED = {
@@ -50,7 +51,14 @@ REPORTED = {
     "numerics.sampler.activation.scope": "row",
 }
 MODELS = {
-    "qwen3_4b_nvfp4": {"steps": 600, "rollout.max_new_tokens": 16_384, "rollout.replay_routing": False},
+    "qwen3_4b_nvfp4": {
+        "steps": 600,
+        "rollout.max_new_tokens": 16_384,
+        "rollout.replay_routing": False,
+        "numerics.learner.backward": "nvfp4",
+        "numerics.learner.hadamard": True,
+        "numerics.learner.stochastic_rounding": True,
+    },
     "qwen3_30b_a3b_nvfp4": {"steps": 1700, "rollout.max_new_tokens": 20_480, "rollout.replay_routing": True},
 }
 GATE, REPAIR, TIS = (f"objective.{part}.enabled" for part in ("gate", "repair", "tis"))
@@ -78,6 +86,7 @@ def test_reported_recipe(model):
     assert config.rollout.engine == "sglang"
     for side in (config.numerics.learner, config.numerics.sampler):
         assert side.quantized_names() == ("gate", "up", "down")
+    check_storable(config.numerics.learner)
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
