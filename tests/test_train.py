@@ -259,8 +259,8 @@ def test_two_processes_never_share_a_directory(tmp_path, capsys):
 
 
 def test_updates_that_are_not_finite_stop_the_run_with_the_batch_kept(tmp_path, capsys, monkeypatch):
-    def poisoned(rewards, group_size):
-        result = group_advantages(rewards, group_size)
+    def poisoned(rewards, group_size, **options):
+        result = group_advantages(rewards, group_size, **options)
         result.advantages[:] = np.nan
         return result
 
@@ -344,7 +344,9 @@ def test_wrong_usage_is_one_line_and_status_2(tmp_path, capsys, flags, message):
 
 
 def test_sides_that_speak_of_different_distributions_are_refused(tmp_path, capsys, monkeypatch):
-    untempered = Capabilities(logprobs_follow_temperature=False, deterministic=True, description="a server")
+    untempered = Capabilities(
+        logprobs_follow_temperature=False, deterministic=True, overlaps=False, description="a server"
+    )
     monkeypatch.setattr(LocalEngine, "capabilities", untempered)
     arguments = _arguments(tmp_path / "x", "--rollout.temperature", "0.7")
     assert train.main(arguments) == 2
