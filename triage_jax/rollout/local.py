@@ -251,12 +251,12 @@ def _generate(
 
 
 def _stages(limit: int) -> tuple[int, ...]:
-    """Response lengths at which the cache grows: 16, 32, 48, 64, 96, 128, 192, ... up to `limit`.
+    """Response lengths at which the cache grows: 32, 64, 128, ... up to `limit`.
 
-    Attention reads every slot of the cache, filled or not. With two loops per doubling it reads at most half again of
-    what is filled, for the price of compiling the decode step once per stage.
+    Attention reads every slot of the cache, filled or not. With one loop per doubling it reads at most twice what is
+    filled, for the price of compiling the decode step once per stage.
     """
-    ends = [16, 32]
+    ends = [32]
     while ends[-1] < limit:
-        ends += [3 * ends[-1] // 2, 2 * ends[-1]]
+        ends.append(2 * ends[-1])
     return (*(end for end in ends if end < limit), limit)
