@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.golden import DATA, golden_path, shared_path
+from tests.golden import DATA, golden_path
 from tests.tiny import tiny_model
 from triage_jax.model import ModelError, load_dequantized, load_model, load_quantized
 from triage_jax.model.selection import Selection
@@ -116,9 +116,7 @@ def test_gate_and_up_share_a_scale_in_each_expert(tmp_path, rule):
 
 
 def test_real_mixture_of_experts(tmp_path):
-    source = shared_path("golden/hf_tiny/qwen3_moe")
-    if source is None:
-        pytest.skip("../shared/golden/hf_tiny/qwen3_moe is not beside the checkout")
+    source = golden_path("hf_tiny/qwen3_moe")
     plan = quantize_checkpoint(source, tmp_path / "out", QuantizeConfig(select=Selection(layers="experts")))
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     chosen = [module for group in plan.groups for module in group]

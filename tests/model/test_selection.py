@@ -162,7 +162,7 @@ def test_bad_settings():
 def test_sglang_quantises_what_was_selected():
     python = ROOT / ".venv-sglang" / "bin" / "python"
     if not python.exists():
-        pytest.skip("no SGLang here: scripts/sglang_cpu_env.sh makes .venv-sglang (3 GB, minutes)")
+        pytest.skip("runs once scripts/sglang_cpu_env.sh has made .venv-sglang (3 GB, minutes)")
     dense_part = {name.replace("layers.", "layers.2"): shape for name, shape in dense(10).items()}
     shapes = experts(2) | dense_part
     selection = Selection(

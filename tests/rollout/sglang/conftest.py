@@ -50,7 +50,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving | None
             yield None
             return
         if not (ROOT / ".venv-sglang" / ".installed").exists():
-            pytest.skip("no SGLang here: scripts/sglang_cpu_env.sh makes .venv-sglang (3 GB, minutes)")
+            pytest.skip("runs once scripts/sglang_cpu_env.sh has made .venv-sglang (3 GB, minutes)")
         serving = Serving(port=_free_port(), run_dir=tmp_path_factory.mktemp("sglang"))
         serving.start()
         try:

@@ -80,7 +80,10 @@ def test_the_small_set_shows_every_row() -> None:
     assert not missing
 
 
-@pytest.mark.skipif(shared_path("captures") is None, reason="no ../shared/captures beside this checkout")
+@pytest.mark.skipif(
+    shared_path("captures") is None,
+    reason="runs with ../shared/captures; the copies in tests/data/sglang always do",
+)
 def test_all_recordings_are_there_and_the_copies_are_true() -> None:
     names = [recorded.name for recorded in load_all()]
     counts = {
