@@ -130,8 +130,9 @@ def test_a_sampler_serves_quantised_experts_and_gets_what_the_learner_gets(input
     gate = served.layers[0].gate
     assert isinstance(gate, Operand)
     assert gate.values.shape == params.layers.gate.shape[1:]
-    assert gate.scale.shape == (CONFIG.num_experts,), "every expert has its own scale"
-    assert len(set(np.asarray(gate.scale).tolist())) == CONFIG.num_experts
+    stored = params.layers.gate[0].astype(EMULATED.compute_dtype).astype(jnp.float32)
+    per_expert = jnp.max(jnp.abs(stored), axis=(1, 2)) / (6 * 448)
+    np.testing.assert_allclose(gate.scale, per_expert, rtol=1e-6)
     cache = KVCache.empty(CONFIG, rows=3, slots=10, dtype=EMULATED.compute_dtype)
     sampler, cache = forward_cached(served, tokens, valid, cache, CONFIG, EMULATED)
     learner, chosen = forward_routed(params, tokens, valid, CONFIG, EMULATED)

@@ -134,7 +134,7 @@ def awkward(magnitude: float) -> np.ndarray:
 
 @pytest.mark.parametrize("spec", FRESH, ids=str)
 def test_equals_twin_on_fresh_inputs(spec):
-    for magnitude in (1e-30, 1e-6, 1.0, 1e30, 0.0):
+    for magnitude in (1e-36, 1e-30, 1e-6, 1.0, 1e30, 0.0):
         x = awkward(magnitude)
         q = JITTED(jnp.asarray(x), spec)
         assert_equals(q, twin.quantize(x, **dataclasses.asdict(spec)))

@@ -145,15 +145,21 @@ def block_scales(b, encode, decode, rule, floor, f):
         "modelopt": lambda: b / f(F32(6) * decode),
         "compressed_tensors": lambda: encode * f(b / F32(6)),
         "torchao": lambda: f(b / F32(6)) / decode,
-        "flashinfer_fast": lambda: encode * f(b * sixth),
-    }.get(rule, lambda: b * f(encode * sixth))
+        "flashinfer_fast": lambda: zero_or(f(b * sixth), encode),
+    }.get(rule, lambda: zero_or(b, f(encode * sixth)))
     ratio = f(ratio())
     if floor == "modelopt":
         ratio = np.where(b == 0, F32(1), np.maximum(ratio, F32(2**-9)))
     if floor == "torchao":
         ratio = np.maximum(ratio, F32(2**-6))
+    assert not np.isnan(ratio).any()
     scales = nearest(ratio, E4M3)
     return np.where(scales == 0, np.uint8(0x20), scales) if floor == "compressed_tensors" else scales
+
+
+def zero_or(b, factor):
+    """b·factor, 0 also where a zero meets an infinite factor."""
+    return np.where(b == 0, F32(0), b * factor)
 
 
 def block_encode(s, encode, f):

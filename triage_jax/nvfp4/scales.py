@@ -134,15 +134,20 @@ def scale_ratio(
     """What E4M3 rounds."""
     match kind:
         case "folded":
-            return b * (scope.encode * SIXTH)
+            return _times(b, scope.encode * SIXTH)
         case "sixth_first":
-            return scope.encode * (b * SIXTH)
+            return _times(b * SIXTH, scope.encode)
         case "division_first":
             return scope.encode * divide(b, np.float32(6))
         case "decode":
             return divide(b, 6 * scope.divisor)
         case "two_divisions":
             return divide(divide(b, np.float32(6)), scope.divisor)
+
+
+def _times(b: Float32[Array, "... blocks"], factor: Float32[Array, "..."]) -> Float32[Array, "... blocks"]:
+    """b·factor, 0 where b is: S is infinite where D is subnormal, hence zero on a CPU."""
+    return jnp.where(b == 0, 0, b * factor)
 
 
 def rounded_scale(
