@@ -1,0 +1,80 @@
+"""The queue and one very small trial through the real trainer."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.study.arms import ARMS, BASE, fingerprint
+from scripts.study.run import Queue, alone, trials
+from scripts.study.trial import FORMAT, WINDOW, run_trial
+from triage_jax.config import ConfigError, laid_over, load_yaml
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = {
+    "steps": 2,
+    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 4, "local": {"batch_size": 8}},
+    "learner": {"micro_batch": 8},
+    "eval": {"problems": 4, "samples": 2},
+    "optimizer": {"warmup_steps": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def _record(folder: Path, arm: str, seed: int, mark: str) -> None:
+    text = json.dumps({"format": FORMAT, "arm": arm, "seed": seed, "fingerprint": mark})
+    (folder / f"{arm}-{seed}.json").write_text(text)
+
+
+def test_queue_takes_a_seed_of_every_arm_first_and_skips_what_is_finished(tmp_path):
+    _record(tmp_path, "naive", 0, fingerprint(ARMS["naive"]))
+    queue = Queue(arms=("bf16", "naive"), seeds=(0, 1), results=tmp_path)
+    assert trials(queue) == [("bf16", 0), ("bf16", 1), ("naive", 1)]
+
+
+def test_queue_refuses_a_record_of_another_configuration(tmp_path):
+    _record(tmp_path, "naive", 0, "another")
+    with pytest.raises(ConfigError, match=r"naive-0\.json: made with another configuration"):
+        trials(Queue(arms=("naive",), seeds=(0,), results=tmp_path))
+
+
+def test_queue_refuses_an_unknown_arm(tmp_path):
+    with pytest.raises(ConfigError, match="--arms nvfp5: no such arm; accepted: bf16, naive"):
+        trials(Queue(arms=("nvfp5",), results=tmp_path))
+
+
+def test_two_queues_do_not_run_at_once(tmp_path):
+    with alone(tmp_path), pytest.raises(ConfigError, match="another queue is running"), alone(tmp_path):
+        pass
+
+
+def test_fingerprint_is_of_arm_and_base(tmp_path):
+    other = tmp_path / "base.yaml"
+    other.write_text(yaml.safe_dump(laid_over(load_yaml(BASE), {"steps": 7})))
+    marks = {fingerprint(ARMS["naive"]), fingerprint(ARMS["tis"]), fingerprint(ARMS["naive"], other)}
+    assert len(marks) == 3
+
+
+def test_a_trial_leaves_its_record(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump(laid_over(load_yaml(BASE), SMALL)))
+    record = run_trial(ARMS["triage"], 5, runs=tmp_path / "runs", results=tmp_path, base=base)
+    assert json.loads((tmp_path / "triage-5.json").read_text()) == record
+    assert record["fingerprint"] == fingerprint(ARMS["triage"], base)
+    assert [len(values) for values in record["curves"].values()] == [2] * len(record["curves"])
+    rewards, passed = record["curves"]["reward"], record["curves"]["passed"]
+    for reward, share in zip(rewards, passed, strict=True):
+        # Eight responses to two prompts.
+        assert reward * 8 == round(reward * 8)
+        assert share in (0.0, 0.5, 1.0)
+        assert (share == 0) == (reward == 0)
+    assert set(WINDOW) <= record["windows"].keys()
+    assert record["windows"]["width"] * len(record["windows"]["q05"]) >= 2
+    assert record["heldout"]["after"] * 8 == round(record["heldout"]["after"] * 8)
+    assert not (tmp_path / "runs" / "triage-5" / "dumps").exists()
+    assert (tmp_path / "runs" / "triage-5" / "metrics.jsonl").exists()
