@@ -157,15 +157,13 @@ def print_summary(paths: Paths, console: Console | None = None) -> None:
 
 def write_report(paths: Paths) -> None:
     """`report.png`: reward, gap, rho_asym, and what Gate and Repair did, over the steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # without pyplot, whose backend is the caller's (a notebook's)
 
     rows = read_metrics(paths.metrics)
     steps = [row for row in rows if "reward/mean/response" in row]
     evaluations = [row for row in rows if row.get("eval/reward/response") is not None]
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True)
     reward, gap, asymmetry, action = axes.flat
 
     _line(reward, steps, "reward/mean/response", BLUE, "training, mean of the step", alpha=0.35)
@@ -195,7 +193,6 @@ def write_report(paths: Paths) -> None:
             axis.legend(fontsize=8)
     figure.suptitle(paths.root.name)
     figure.savefig(paths.report, dpi=130)
-    pyplot.close(figure)
 
 
 def _line(axis, rows: Sequence[Row], key: str, color: str, label: str, *, smooth=False, alpha=1.0) -> None:

@@ -209,12 +209,10 @@ def show(rows: Sequence[Share], console: Console | None = None) -> None:
 
 def draw_figure(rows: Sequence[Share], title: str, path: Path) -> None:
     """Bars of mean |d|, the switches above the rest."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8, 1.2 + 0.34 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(8, 1.2 + 0.34 * len(rows)), layout="constrained")
+    axis = figure.subplots()
     colours = [BLUE] * (len(rows) - 4) + [GREY] * 4
     bars = axis.barh([row.source for row in rows], [row.mean_abs for row in rows], color=colours)
     axis.bar_label(bars, fmt="%.4f", padding=3, fontsize=8)
@@ -222,7 +220,6 @@ def draw_figure(rows: Sequence[Share], title: str, path: Path) -> None:
     axis.margins(x=0.12)
     axis.set(title=title, xlabel="mean |difference of log-probability|, nats per token")
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
