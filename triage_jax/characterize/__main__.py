@@ -156,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description=DESCRIPTION,
             args=list(sys.argv[1:] if arguments is None else arguments),
         )
-        return run(command, Console(highlight=False))
+        width = None if sys.stdout.isatty() else 120  # rich takes 80 for a pipe, too few for the table
+        return run(command, Console(highlight=False, width=width))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
