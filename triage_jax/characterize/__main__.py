@@ -93,7 +93,7 @@ def _report_metrics(rows: list[dict[str, Any]], run: Path, out: Path, console: C
 
 
 def _study(source: FileSource, config: StudyConfig, console: Console) -> Study:
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(console=console, disable=not sys.stdout.isatty(), transient=True) as bar:
         task = bar.add_task("updates", total=None)
         return study(source, config, progress=lambda done: bar.update(task, completed=done))
 

@@ -209,7 +209,7 @@ def localisation(study: Study) -> Callable[[Figure], None]:
         ):
             _curve(series, study.series, key, color, label)
         series.set(title="Over the updates, A < 0 responses", xlabel="step", ylabel="share")
-        series.set_ylim(bottom=0)
+        series.set_ylim(0, 1.35 * series.get_ylim()[1])  # the legend's place
         _dress(series, study.stages)
 
     return draw
