@@ -21,7 +21,7 @@ def test_draw_is_the_inverse_distribution_function(vocab, block):
     logits = rng.normal(0, 3, (400, vocab))
     uniforms = rng.uniform(size=400)
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    drawn, scored = draw(jnp.asarray(logits, jnp.float32), jnp.asarray(uniforms, jnp.float32), block)
+    drawn, scored = draw(jnp.asarray(logits.T, jnp.float32), jnp.asarray(uniforms, jnp.float32), block)
     drawn = np.asarray(drawn)
     np.testing.assert_allclose(scored, logp[np.arange(400), drawn], atol=2e-5)
     expected = [_inverse_distribution(np.exp(row), u) for row, u in zip(logp, uniforms, strict=True)]
@@ -37,14 +37,14 @@ def test_a_token_of_probability_zero_is_never_drawn(seed, uniform):
     logp = rng.normal(0, 30, 40).astype(np.float32)
     logp[rng.uniform(size=40) < 0.7] = -np.inf
     logp[rng.integers(40)] = 0.0
-    token = int(draw(jnp.asarray(logp)[None], jnp.asarray([uniform], jnp.float32), 8)[0][0])
+    token = int(draw(jnp.asarray(logp)[:, None], jnp.asarray([uniform], jnp.float32), 8)[0][0])
     assert logp[token] > -100
 
 
 @pytest.mark.parametrize("uniform", [0.0, np.float32(1) - np.float32(2**-24)])
 def test_extreme_uniforms_draw_the_outermost_tokens_with_mass(uniform):
     logp = jnp.asarray([[-jnp.inf, jnp.log(0.25), jnp.log(0.75), -jnp.inf]])
-    assert int(draw(logp, jnp.asarray([uniform], jnp.float32), 2)[0][0]) == (1 if uniform == 0 else 2)
+    assert int(draw(logp.T, jnp.asarray([uniform], jnp.float32), 2)[0][0]) == (1 if uniform == 0 else 2)
 
 
 def test_frequencies_match_probabilities():
@@ -52,7 +52,7 @@ def test_frequencies_match_probabilities():
     rows = 40_000
     uniforms = row_uniforms(jnp.arange(rows, dtype=jnp.uint32), jnp.asarray(3))
     logp = jnp.broadcast_to(jnp.log(jnp.asarray(probability, jnp.float32)), (rows, 5))
-    counts = np.bincount(np.asarray(jax.jit(draw)(logp, uniforms)[0]), minlength=5) / rows
+    counts = np.bincount(np.asarray(jax.jit(draw)(logp.T, uniforms)[0]), minlength=5) / rows
     # Four standard deviations of a binomial share.
     np.testing.assert_allclose(counts, probability, atol=4 * np.sqrt(0.25 / rows))
 

@@ -1,7 +1,7 @@
 """Qwen3 dense and Llama as pure functions over a parameter pytree."""
 
 from triage_jax.model.config import ModelConfig, ModelError
-from triage_jax.model.forward import KVCache, forward, forward_cached, head_of, logits_of
+from triage_jax.model.forward import KVCache, forward, forward_cached, head_of, logits_of, step_logits
 from triage_jax.model.load import load_model
 from triage_jax.model.logprobs import TokenScores, token_logprobs
 from triage_jax.model.numerics import Numerics, serving_params
@@ -24,6 +24,7 @@ __all__ = [
     "load_model",
     "load_quantized",
     "logits_of",
+    "step_logits",
     "save_model",
     "save_quantized",
     "served",

@@ -205,6 +205,14 @@ def logits_of(params: Params, hidden: Float[Array, "*B D"], numerics: Numerics) 
     return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
 
 
+def step_logits(params: Params, hidden: Float[Array, "B D"], numerics: Numerics) -> Float[Array, "V B"]:
+    """`logits_of` one position per row, vocabulary first: XLA:CPU packs a product's right operand at every call, and
+    here that is the rows and not the head.
+    """
+    head = head_of(params).astype(numerics.compute_dtype)
+    return jnp.einsum("vd,bd->vb", head, hidden, preferred_element_type=jnp.float32)
+
+
 def _attend_cache(
     q: Float[Array, "B T H d"],
     keys: Float[Array, "B K S d"],

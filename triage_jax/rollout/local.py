@@ -16,9 +16,9 @@ from triage_jax.model import (
     Numerics,
     Params,
     forward_cached,
-    logits_of,
     served,
     serving_params,
+    step_logits,
 )
 from triage_jax.rollout.protocol import (
     Capabilities,
@@ -205,7 +205,7 @@ def _generate(
     stops = jnp.asarray(stop_ids, jnp.int32)
     uniforms = jax.vmap(lambda step: row_uniforms(seeds, step))(jnp.arange(limit))
 
-    def append(state: _State, logits: Array) -> _State:
+    def append(state: _State, logits: Float[Array, "V B"]) -> _State:
         """Draw the next token of every row that is not done."""
         if temperature > 0.0:
             token, logprob = draw(logits / temperature, uniforms[state.step])
@@ -227,7 +227,7 @@ def _generate(
     def decode(state: _State) -> _State:
         token = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1)
         hidden, cache = forward_cached(weights, token, ~state.done[:, None], state.cache, config, numerics)
-        return append(replace(state, cache=cache), logits_of(weights, hidden[:, 0], numerics))
+        return append(replace(state, cache=cache), step_logits(weights, hidden[:, 0], numerics))
 
     stages = _stages(limit)
     cache = KVCache.empty(config, rows, width, numerics.compute_dtype)
@@ -240,7 +240,7 @@ def _generate(
         logprobs=jnp.zeros((rows, limit), jnp.float32),
         lengths=jnp.zeros(rows, jnp.int32),
     )
-    state = append(state, logits_of(weights, hidden[:, -1], numerics))
+    state = append(state, step_logits(weights, hidden[:, -1], numerics))
     for end in stages:
         # The last token drawn is never fed back, so its slot is not needed.
         state = replace(state, cache=state.cache.grown_to(width + end - 1))

@@ -18,37 +18,39 @@ def row_uniforms(seeds: UInt32[Array, "B"], step: Int[Array, ""]) -> Float[Array
 
 
 def draw(
-    logits: Float[Array, "B V"], uniforms: Float[Array, "B"], block: int = 256
+    logits: Float[Array, "V B"], uniforms: Float[Array, "B"], block: int = 256
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """A token per row from softmax(logits), and its log-probability in nats.
+    """A token per row from softmax(logits), and its log-probability in nats; logits have the vocabulary first.
 
     Exact, by inverse distribution function in two levels: which block of the vocabulary, then which token. That takes
     one exponential per logit and one uniform per row, where the Gumbel trick takes a variate and two logarithms per
     logit. A token of probability zero is never drawn.
     """
-    rows, vocab = logits.shape
-    highest = jnp.max(logits, axis=-1, keepdims=True)
-    padding = ((0, 0), (0, -vocab % block))
-    blocks = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(rows, -1, block)
+    vocab, rows = logits.shape
+    highest = jnp.max(logits, axis=0, keepdims=True)
+    padding = ((0, -vocab % block), (0, 0))
+    blocks = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(-1, block, rows)
     # The exponentials are summed as they are made, and those of one block made again: cheaper than to keep them all.
-    mass = jnp.sum(jnp.exp(blocks - highest[:, :, None]), axis=-1)
-    total = jnp.sum(mass, axis=-1, keepdims=True)
-    chosen, rest = _pick(mass, uniforms[:, None] * total)
-    inside = jnp.exp(jnp.take_along_axis(blocks, chosen[:, None, None], axis=1)[:, 0] - highest)
+    mass = jnp.sum(jnp.exp(blocks - highest[None]), axis=1).T
+    total = jnp.sum(mass, axis=-1)
+    chosen, rest = _pick(mass, uniforms * total)
+    inside = jnp.exp(jnp.take_along_axis(blocks, chosen[None, None], axis=0)[0] - highest).T
     offset, _ = _pick(inside, rest)
     token = chosen * block + offset
-    picked = jnp.take_along_axis(logits, token[:, None], axis=-1)
-    return token.astype(jnp.int32), (picked - highest - jnp.log(total))[:, 0]
+    picked = jnp.take_along_axis(logits, token[None], axis=0) - highest
+    return token.astype(jnp.int32), picked[0] - jnp.log(total)
 
 
-def greedy(logits: Float[Array, "B V"]) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+def greedy(logits: Float[Array, "V B"]) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """The most probable token per row (the first of equals), and its log-probability."""
-    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logp = jax.nn.log_softmax(logits, axis=-1)
-    return token, jnp.take_along_axis(logp, token[:, None], axis=-1)[:, 0]
+    token = jnp.argmax(logits, axis=0).astype(jnp.int32)
+    logp = jax.nn.log_softmax(logits, axis=0)
+    return token, jnp.take_along_axis(logp, token[None], axis=0)[0]
 
 
-def _pick(weights: Float[Array, "B N"], target: Float[Array, "B 1"]) -> tuple[Array, Array]:
+def _pick(
+    weights: Float[Array, "B N"], target: Float[Array, "B"]
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """First index with weight whose cumulative weight exceeds `target`, and what of the target is left there.
 
     A parallel cumulative sum is not monotone to the last bit, and rounding can put the target at the total: so only
@@ -57,7 +59,7 @@ def _pick(weights: Float[Array, "B N"], target: Float[Array, "B 1"]) -> tuple[Ar
     cumulative = jnp.cumsum(weights, axis=-1)
     positive = weights > 0
     last = weights.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
-    exceeds = positive & (cumulative > target)
+    exceeds = positive & (cumulative > target[:, None])
     index = jnp.where(jnp.any(exceeds, axis=-1), jnp.argmax(exceeds, axis=-1), last)
-    before = jnp.take_along_axis(cumulative - weights, index[:, None], axis=-1)
+    before = jnp.take_along_axis(cumulative - weights, index[:, None], axis=-1)[:, 0]
     return index, jnp.maximum(target - before, 0.0)
