@@ -24,10 +24,10 @@ __all__ = [
     "load_model",
     "load_quantized",
     "logits_of",
-    "step_logits",
     "save_model",
     "save_quantized",
     "served",
     "serving_params",
+    "step_logits",
     "token_logprobs",
 ]
