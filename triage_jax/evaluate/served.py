@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
 
 from triage_jax.model import ModelConfig, Params
 from triage_jax.rollout import Capabilities, EngineError, Progress, Request, Sample, SamplingParams
@@ -17,6 +17,7 @@ from triage_jax.rollout.sglang.wire import Limits
 
 CONTROL_SECONDS = 60.0
 ABORT_SECONDS = 5.0
+LONGEST_WAIT = 30.0
 LOOK_SECONDS = 0.5
 """Between two looks at a server that starts"""
 AWAY_SECONDS = 10.0
@@ -174,7 +175,8 @@ class ServedEngine:
         retrying = AsyncRetrying(
             retry=retry_if_exception(_worth_another_try),
             stop=stop_after_attempt(self._config.retries + 1),
-            wait=wait_exponential_jitter(initial=self._config.backoff, max=30.0, jitter=self._config.backoff),
+            wait=wait_exponential(multiplier=self._config.backoff, max=LONGEST_WAIT)
+            + wait_random(0.0, self._config.backoff),
             reraise=True,
         )
         tried: set[_Server] = set()
