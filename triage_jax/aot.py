@@ -29,7 +29,7 @@ from triage_jax.learner import (
     parameter_shardings,
     update,
 )
-from triage_jax.learner.sharding import BATCH_AXES
+from triage_jax.model.layout import BATCH_AXES
 from triage_jax.model.params import abstract_params
 
 type Device = Any  # `jax.Device`, which type checkers take for a variable

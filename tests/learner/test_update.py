@@ -102,6 +102,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(size, reduction):
 
 def _gradient(learner: Learner, batch: RolloutBatch, mesh: MeshConfig):
     """Loss and parameters after a step of plain descent, which shows the gradient itself."""
+    learner = replace(learner, settings=replace(learner.settings, mesh=mesh))
     grid = make_mesh(mesh)
     state = _state(learner)
     state = jax.device_put(state, parameter_shardings(state, grid))
@@ -120,7 +121,7 @@ def _gradient(learner: Learner, batch: RolloutBatch, mesh: MeshConfig):
     ],
 )
 def test_eight_devices_give_the_loss_and_gradient_of_one(mesh, micro):
-    learner = replace(LEARNER, settings=LearnerConfig(micro_batch=micro, mesh=mesh))
+    learner = replace(LEARNER, settings=LearnerConfig(micro_batch=micro))
     one, single = _gradient(learner, _batch(), MeshConfig())
     eight, sharded = _gradient(learner, _batch(), mesh)
     np.testing.assert_allclose(sharded.loss, single.loss, rtol=2e-5)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-BATCH_AXES = ("data", "fsdp")
+from triage_jax.model.layout import BATCH_AXES, longest_axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,9 @@ def parameter_shardings[Tree](tree: Tree, mesh: Mesh) -> Tree:
     parts = mesh.shape["fsdp"]
 
     def place(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-        divisible = [axis for axis, size in enumerate(leaf.shape) if size % parts == 0 and size >= parts]
-        if parts == 1 or leaf.ndim < 2 or not divisible:
+        axis = longest_axis(leaf.shape, parts)
+        if parts == 1 or axis is None:
             return replicated(mesh)
-        axis = max(divisible, key=lambda axis: leaf.shape[axis])
         return NamedSharding(mesh, PartitionSpec(*(None,) * axis, "fsdp"))
 
     return jax.tree.map(place, tree)

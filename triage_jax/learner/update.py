@@ -13,8 +13,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from triage_jax.learner.batch import RolloutBatch
 from triage_jax.learner.optimizer import OptimizerConfig, make_optimizer
 from triage_jax.learner.sharding import MeshConfig
-from triage_jax.model import ModelConfig, Numerics, Params, TokenScores, forward, head_of, token_logprobs
+from triage_jax.model import ModelConfig, Numerics, Params, TokenScores, head_of, token_logprobs
+from triage_jax.model.forward import forward_routed
+from triage_jax.model.layout import on_mesh
+from triage_jax.model.moe import NO_ROOM
 from triage_jax.objective import (
+    Mean,
     Metrics,
     TokenBatch,
     Totals,
@@ -23,6 +27,9 @@ from triage_jax.objective import (
     objective_by_name,
     update_inputs,
 )
+
+OVERFLOW = "moe/overflow_fraction"
+"""Metric of an update whose experts have a capacity: the share of pairs of token and expert that found no room"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +42,14 @@ class LearnerConfig:
     """Recompute each layer in the backward pass: less memory, and the forward pass is the very program that scores"""
     max_skipped: int = 3
     """Stop after this many updates in a row were skipped for a NaN or inf in loss or gradient"""
+    max_overflow: float = 0.0
+    """Skip an update in which experts lacked room for a larger share of their tokens (numerics.learner.expert_capacity;
+    metric moe/overflow_fraction)"""
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.max_overflow <= 1:
+            raise ValueError(f"learner: max_overflow is {self.max_overflow}; accepted: a share, 0 to 1")
         if self.micro_batch < 0 or self.max_skipped < 1:
             raise ValueError("learner: micro_batch must not be negative, max_skipped must be at least 1")
 
@@ -104,7 +116,8 @@ def score(learner: Learner, params: Params, batch: RolloutBatch) -> TokenScores:
     micro = _micro_batches(learner, batch)
     # Nothing is rounded stochastically without a gradient, but Transformer Engine asks for a key all the same.
     key = jax.random.key(0) if learner.numerics.needs_key else None
-    scores = jax.lax.map(lambda piece: _score(learner, params, piece, key), micro)
+    with on_mesh(learner.settings.mesh.data, learner.settings.mesh.fsdp):
+        scores = jax.lax.map(lambda piece: _score(learner, params, piece, key)[0], micro)
     return jax.tree.map(_join, scores)
 
 
@@ -115,17 +128,21 @@ def update(
     """One optimiser step on `batch`, whose tokens had learner log-probabilities `old_logp` before it.
 
     The objective's weights and totals are taken over the whole batch before it is cut, so that neither micro-batches
-    nor devices change loss or gradient. With a NaN or inf in either, parameters and optimiser stay as they were.
+    nor devices change loss or gradient. With a NaN or inf in either, or with more tokens without room in their experts
+    than the settings allow, parameters and optimiser stay as they were.
     """
     config = learner.objective
     tokens = TokenBatch(
         old_logp=old_logp, sampler_logp=batch.sampler_logp, advantages=batch.advantages, mask=batch.mask
     )
     weights, totals = update_inputs(tokens, config)
-    loss, metrics, grads = _accumulate(learner, state, batch, tokens, weights, totals)
+    with on_mesh(learner.settings.mesh.data, learner.settings.mesh.fsdp):
+        loss, metrics, grads = _accumulate(learner, state, batch, tokens, weights, totals)
 
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    if OVERFLOW in metrics:
+        finite &= metrics[OVERFLOW].value() <= learner.settings.max_overflow
     # A NaN must not reach the moments either: the optimiser sees zeros and its result is thrown away.
     grads = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), grads)
     params: Any = state.params
@@ -150,9 +167,11 @@ def update(
     return after, report
 
 
-def _score(learner: Learner, params: Params, batch: RolloutBatch, key: Array | None = None) -> TokenScores:
+def _score(
+    learner: Learner, params: Params, batch: RolloutBatch, key: Array | None = None
+) -> tuple[TokenScores, Metrics]:
     """Hidden states at the last prompt column and all response columns but the last predict the response."""
-    hidden = forward(
+    hidden, chosen = forward_routed(
         params,
         batch.tokens,
         batch.valid,
@@ -163,9 +182,19 @@ def _score(learner: Learner, params: Params, batch: RolloutBatch, key: Array | N
         key=key,
     )
     width = batch.mask.shape[1]
-    return token_logprobs(
+    scores = token_logprobs(
         hidden[:, -width - 1 : -1], head_of(params), batch.tokens[:, -width:], temperature=learner.temperature
     )
+    return scores, _overflow(learner.numerics, chosen, batch.valid)
+
+
+def _overflow(numerics: Numerics, chosen: Int[Array, "L B T k"] | None, valid: Bool[Array, "B T"]) -> Metrics:
+    """Pairs of a token and an expert that had no room for it, of all layers; nothing where there is no limit."""
+    if chosen is None or numerics.expert_capacity is None:
+        return {}
+    dropped = (chosen == NO_ROOM) & valid[None, :, :, None]
+    pairs = jnp.sum(valid, dtype=jnp.float32) * (chosen.shape[0] * chosen.shape[3])
+    return {OVERFLOW: Mean(jnp.sum(dropped, dtype=jnp.float32), pairs)}
 
 
 def _accumulate(
@@ -180,8 +209,8 @@ def _accumulate(
 
     def loss_of(params: Params, piece: tuple[RolloutBatch, TokenBatch, Array], key: Array | None):
         rows, piece_tokens, piece_weights = piece
-        scores = _score(learner, params, rows, key)
-        return objective_by_name(learner.objective.name)(
+        scores, overflow = _score(learner, params, rows, key)
+        loss, metrics = objective_by_name(learner.objective.name)(
             scores.logp,
             piece_tokens,
             learner.objective,
@@ -189,6 +218,7 @@ def _accumulate(
             weights=piece_weights,
             step=state.step,
         )
+        return loss, metrics | overflow
 
     def add(carry: tuple[Array, Params], given: tuple[Any, Array | None]):
         (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, *given)

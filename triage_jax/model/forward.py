@@ -7,6 +7,7 @@ Architecture: Qwen3 technical report (arXiv 2505.09388) and the reference implem
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from triage_jax.model.activation import swiglu
 from triage_jax.model.config import ModelConfig
+from triage_jax.model.layout import gathered, meshed, split_rows
 from triage_jax.model.moe import moe_mlp
-from triage_jax.model.numerics import Numerics, weight_of
+from triage_jax.model.numerics import ATTENTION, MLP, Numerics, source_dtype, weight_of
 from triage_jax.model.params import LayerParams, Params
 from triage_jax.nvfp4 import Operand, quantized_dot
 
@@ -104,7 +106,10 @@ def forward_routed(
     routes: Int[Array, "L B T k"] | None = None,
     key: Array | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "L B T k"] | None]:
-    """`forward`, and the experts of every position: the replayed or the chosen ones; None in a dense model."""
+    """`forward`, and the experts of every position: the replayed or the chosen ones; None in a dense model.
+
+    With `numerics.expert_capacity`, `moe.NO_ROOM` where an expert was full, and at padding.
+    """
     positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
     steps = jnp.arange(tokens.shape[1])
     mask = (steps[:, None] >= steps[None, :])[None, None] & valid[:, None, None, :]
@@ -116,14 +121,17 @@ def forward_routed(
     def run(hidden: Array, stack: Any, numerics: Numerics) -> tuple[Array, Array | None]:
         def step(hidden: Array, given: tuple[LayerParams, Array | None, Array | None]):
             layer, replayed, layer_key = given
+            layer = _gathered(layer, numerics)
             dot = _dots(layer, numerics, layer_key)
-            return _layer(hidden, layer, dot, rotary, attend, config, numerics, replayed)
+            experts = partial(moe_mlp, routes=replayed, valid=valid, key=layer_key)
+            hidden, chosen = _layer(hidden, layer, dot, rotary, attend, config, numerics, experts)
+            return split_rows(hidden), chosen
 
         return jax.lax.scan(jax.checkpoint(step) if remat else step, hidden, stack)
 
     keys = None if key is None else jax.random.split(key, config.num_layers)
     stack: Any = (params.layers, routes, keys)
-    hidden = _embed(params, tokens, numerics)
+    hidden = split_rows(_embed(params, tokens, numerics))
     first_high = config.num_layers - numerics.high_precision_layers
     if not 0 < first_high < config.num_layers:
         hidden, chosen = run(hidden, stack, numerics if first_high > 0 else numerics.unquantised)
@@ -246,7 +254,7 @@ def _layer(
     attend: Attend,
     config: ModelConfig,
     numerics: Numerics,
-    routes: Array | None = None,
+    experts: Callable[..., tuple[Array, Array]] = moe_mlp,
 ) -> tuple[Array, Array | None]:
     """A layer's hidden states, and in a mixture the experts that its positions went to."""
     x = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
@@ -258,7 +266,7 @@ def _layer(
     hidden = hidden + dot(mixed.reshape(*mixed.shape[:2], -1), "o")[0]
     x = _rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
     if config.num_experts:
-        y, routes = moe_mlp(x, layer, config, numerics, routes)
+        y, routes = experts(x, layer, config, numerics)
         return hidden + y, routes
     if numerics.execution == "bf16" and x.shape[1] == 1:
         return hidden + _mlp_of_step(x, layer), None
@@ -276,6 +284,15 @@ def _mlp_of_step(x: Float[Array, "B 1 D"], layer: LayerParams) -> Float[Array, "
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     wide = (product("fd,bd->fb", weight, x[:, 0]).astype(x.dtype) for weight in (gate, up))
     return product("df,fb->db", down, swiglu(*wide)).astype(x.dtype).T[:, None]
+
+
+def _gathered(layer: LayerParams, numerics: Numerics) -> LayerParams:
+    """A layer's weights whole on every device of a mesh, cast before they travel; without a mesh as they are."""
+    if not meshed():
+        return layer
+    names = [name for name in (*ATTENTION, *MLP, "router") if getattr(layer, name) is not None]
+    cast = {name: getattr(layer, name).astype(source_dtype(name, numerics)) for name in names}
+    return gathered(replace(layer, **cast))
 
 
 def _dots(layer: LayerParams, numerics: Numerics, key: Array | None = None) -> Dot:

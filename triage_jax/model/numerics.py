@@ -1,5 +1,6 @@
 """Which products of a model run in which number format: a setting, printed at start, never an environment variable."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -48,6 +49,9 @@ class Numerics:
     """Precision of the router's logits; its softmax is float32"""
     expert_weighting: Literal["after", "before"] = "after"
     """Where a token's expert weight multiplies: the down projection's output, or its input before it is quantised"""
+    expert_capacity: float | None = None
+    """Of a mixture: rows of each expert's buffer over its even share, from 1; null: no limit (sorted rows, or with
+    scaled_matmul and te room for every token). What an expert has no room for is counted (moe/overflow_fraction)"""
     hidden_rounding: Literal["bf16", "none"] = "bf16"
     """Rounding of SwiGLU's output before it is quantised; fused kernels have none"""
     kv_cache: Literal["bf16", "fp8_e4m3"] = "bf16"
@@ -63,6 +67,10 @@ class Numerics:
         if self.high_precision_layers < 0:
             raise ValueError(
                 f"high_precision_layers is {self.high_precision_layers}; accepted: 0 or more of the last layers"
+            )
+        if self.expert_capacity is not None and not 1 <= self.expert_capacity < math.inf:
+            raise ValueError(
+                f"expert_capacity is {self.expert_capacity}; accepted: null, or 1 and more even shares"
             )
 
     @property
@@ -110,23 +118,28 @@ class Numerics:
             f" of all but the last {self.high_precision_layers} layers" if self.high_precision_layers else ""
         )
         kind = "W4A4" if self.quantize_activations else "W4A16"
+        room = "" if self.expert_capacity is None else f", experts' capacity {self.expert_capacity:g}"
         shared = ", fused shards share a scale" if self.fused_shards else ""
         return (
             f"NVFP4 {kind} {self.execution} on {'/'.join(self.quantized_names())}{last}; "
             f"weights {weight.tile} per {weight.scope} ({weight.rule}){shared}, "
             f"activations {activation.tile} per {activation.scope} ({activation.rule}), "
-            f"{self.backward} backward; the rest BF16"
+            f"{self.backward} backward{room}; the rest BF16"
         )
+
+
+def source_dtype(name: str, numerics: Numerics) -> jnp.dtype:
+    """What a weight is rounded to before anything else happens to it."""
+    exact = name in numerics.quantized_names() and numerics.weight_source == "float32"
+    return jnp.dtype(jnp.float32) if exact else numerics.compute_dtype
 
 
 def weight_of(leaf: Array | Operand, name: str, numerics: Numerics) -> Array | Operand:
     """A layer's weight as its product takes it; an operand as it is, the learner's master in the source dtype."""
     if isinstance(leaf, Operand):
         return leaf
-    quantised = name in numerics.quantized_names()
-    source = jnp.float32 if quantised and numerics.weight_source == "float32" else numerics.compute_dtype
-    weight = leaf.astype(source)
-    if quantised and not numerics.quantize_activations:
+    weight = leaf.astype(source_dtype(name, numerics))
+    if name in numerics.quantized_names() and not numerics.quantize_activations:
         return _straight_through(weight, numerics.weight)
     return weight
 
@@ -150,6 +163,10 @@ def serving_params(params: Params, numerics: Numerics) -> Params:
     if numerics.execution in ("scaled_matmul", "te"):
         raise ValueError(
             f"the local sampler has no execution {numerics.execution!r}; accepted: float32, bf16, emulated"
+        )
+    if numerics.expert_capacity is not None:
+        raise ValueError(
+            f"the local sampler's experts have no limit: expert_capacity is {numerics.expert_capacity}; accepted: null"
         )
     masters: Any = params.layers
     # Copies, even where the dtype is right already: the learner gives its own buffers away at the next update.

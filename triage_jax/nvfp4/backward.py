@@ -34,18 +34,24 @@ def nvfp4_gradients(
     zeros to a multiple of 16, which leaves every scale but that of a block of its own as it was. The two uses
     of g are rounded independently. Raises ValueError on stochastic rounding without a key.
     """
-    for_outputs, for_tokens = _keys(recipe, key)
+    for_outputs, for_tokens = rounding_keys(recipe, key)
     outputs = quantised(_fill(_rows(g)), recipe.gradient, execution, for_outputs)
-    dx = product(outputs, quantised(_fill(w.T), _whole(recipe.weight), execution))
+    dx = product(outputs, quantised(_fill(w.T), whole(recipe.weight), execution))
     gradient, activation = _fill(_rows(g).T), _fill(_rows(x).T)
     if recipe.hadamard:
         gradient, activation = rotate(gradient), rotate(activation)
     tokens = quantised(gradient, recipe.gradient, execution, for_tokens)
-    dw = product(tokens, quantised(activation, _whole(recipe.activation), execution))
+    dw = product(tokens, quantised(activation, whole(recipe.activation), execution))
     return dx.reshape(x.shape), dw
 
 
-def _keys(recipe: DotRecipe, key: Array | None) -> tuple[Array | None, Array | None]:
+def whole(spec: QuantSpec) -> QuantSpec:
+    """The same arithmetic with one dynamic scale for the array."""
+    return dataclasses.replace(spec, scope="tensor", static_amax=None, shards=None)
+
+
+def rounding_keys(recipe: DotRecipe, key: Array | None) -> tuple[Array | None, Array | None]:
+    """Keys of the gradient's two quantisations; Nones where it is rounded to nearest."""
     if not recipe.stochastic_rounding:
         return None, None
     if key is None:
@@ -63,10 +69,6 @@ def operand_gradient(g: Float[Array, "... N"], w: Operand) -> Float32[Array, "..
     if w.scale.ndim:
         return bf16_product(g * along_output(w.scale, g.ndim), last, w.values, 0)
     return bf16_product(g, last, w.values, 0) * w.scale
-
-
-def _whole(spec: QuantSpec) -> QuantSpec:
-    return dataclasses.replace(spec, scope="tensor", static_amax=None, shards=None)
 
 
 def _rows(x: Float[Array, "... K"]) -> Float[Array, "rows K"]:

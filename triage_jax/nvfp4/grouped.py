@@ -28,6 +28,7 @@ def grouped_dot(
     group_sizes: Int[Array, "E"],
     recipe: DotRecipe | None,
     execution: str,
+    key: Array | None = None,
 ) -> Float[Array, "M N"]:
     """y[m] = x[m] · w[e(m)]ᵀ in x's dtype, where the rows of x are sorted by expert e, `group_sizes` rows each.
 
@@ -85,8 +86,8 @@ def _forward(
     if recipe is not None:
         left = to_operand(x, recipe.activation)
         right = w if isinstance(w, Operand) else stacked_operand(w, recipe)
-    y = _product(_values(left), _values(right), sizes, _FORWARD) * _row_scales(right, sizes, len(x))
-    y = y * left.scale if isinstance(left, Operand) else y
+    scale = _row_scales(right, sizes, len(x)) * (left.scale if isinstance(left, Operand) else 1.0)
+    y = _product(_values(left), _values(right), sizes, _FORWARD) * scale
     multiplied = recipe is not None and recipe.backward == "dequantized"
     kept = (left, right) if multiplied else (x, w)
     return y.astype(x.dtype), (kept[0], kept[1], like_w, sizes)

@@ -28,8 +28,9 @@ def rotate(x: Float[Array, "... T"]) -> BFloat16[Array, "... T"]:
     if x.ndim == 0 or x.shape[-1] % BLOCK:
         raise ValueError(f"rotate: the last axis must be a multiple of {BLOCK}, got shape {x.shape}")
     # Numbers of BF16 in float32 arithmetic: every product is exact on any device, and XLA may not skip a rounding.
-    runs = _bf16(x.astype(jnp.float32)).reshape(-1, BLOCK)
-    turned = lax.dot(runs, jnp.asarray(rotation()))
+    # Runs stay along the axis that they come from, so that what is split over devices by tokens stays so.
+    runs = _bf16(x.astype(jnp.float32)).reshape(*x.shape[:-1], -1, BLOCK)
+    turned = lax.dot_general(runs, jnp.asarray(rotation()), (((x.ndim,), (0,)), ((), ())))
     return _bf16(turned).astype(jnp.bfloat16).reshape(x.shape)
 
 

@@ -24,12 +24,16 @@ def quantised(
 def product(a: Operand | QuantizedTensor, b: Operand | QuantizedTensor) -> Float32[Array, "... N"]:
     """y[..., n] = fl(sₐ·s_b)·Σₖ a[..., k]·b[n, k], accumulated in float32; two operands of one form.
 
+    Stacks a [E, M, K] and b [E, N, K] are paired, with global scales that broadcast against them.
     Raises TypeError on a pair of different forms.
     """
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         return block_scaled_product(a, b)
     if isinstance(a, Operand) and isinstance(b, Operand):
         ndim = a.values.ndim
+        if b.values.ndim == 3:
+            scale = a.scale * (jnp.swapaxes(b.scale, 1, 2) if b.scale.ndim else b.scale)
+            return bf16_stack("emk,enk->emn", a.values, b.values) * scale
         return bf16_product(a.values, ndim - 1, b.values, 1) * (a.scale * along_output(b.scale, ndim))
     raise TypeError(f"product: operands of two forms, {type(a).__name__} and {type(b).__name__}")
 
@@ -49,6 +53,12 @@ def along_output(scale: Float32[Array, "..."], ndim: int) -> Float32[Array, "...
 def bf16_product(a: Array, a_axis: int, b: Array, b_axis: int) -> Float32[Array, "..."]:
     """Operands cast to BF16, contracted over one axis each, accumulated in float32."""
     return contract(a.astype(jnp.bfloat16), a_axis, b.astype(jnp.bfloat16), b_axis, jnp.dtype(jnp.float32))
+
+
+def bf16_stack(pairs: str, a: Float[Array, "E _ _"], b: Float[Array, "E _ _"]) -> Float32[Array, "E _ _"]:
+    """An einsum over experts of operands cast to BF16, accumulated in float32."""
+    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    return jnp.einsum(pairs, a, b, preferred_element_type=jnp.float32)
 
 
 def contract(
