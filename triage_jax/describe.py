@@ -7,7 +7,7 @@ import numpy as np
 
 from triage_jax.learner import LearnerState, RolloutBatch, UpdateReport
 from triage_jax.model import TokenScores
-from triage_jax.objective import finalize
+from triage_jax.objective import TriageConfig, Variant, finalize, objective_by_name
 from triage_jax.pipeline import Rollout
 from triage_jax.rollout import Sample
 from triage_jax.tasks.protocol import Verdict, count_statuses
@@ -49,6 +49,20 @@ def describe_step(
             (int(sample.weight_versions.min()) for sample in samples if sample.weight_versions.size),
             default=None,
         ),
+    }
+
+
+def parts_in_force(config: TriageConfig) -> dict[str, int]:
+    """Flags of the objective's parts, as the official loss logs them: 1 where a part acts on the update."""
+    objective = objective_by_name(config.name)
+    own = objective.settings(config) if isinstance(objective, Variant) else config
+    return {
+        "gate/enabled": int(own.gate.enabled),
+        "gate/calibrated": int(config.name == "triage_calibrated" and not config.awaits_calibration),
+        "gate/whole_scope": int(own.gate.scope == "whole"),
+        "repair/enabled": int(own.repair.enabled),
+        "repair/start_step": own.repair.start_step,
+        "tis/enabled": int(own.tis.enabled),
     }
 
 

@@ -14,7 +14,7 @@ from triage_jax.characterize.health import HealthWatch
 from triage_jax.cli import Invocation, parse
 from triage_jax.collect import held_out, make_batch, reward, rewards_of
 from triage_jax.config import ConfigError
-from triage_jax.describe import describe_step, gap_split, label_residual, timings
+from triage_jax.describe import describe_step, gap_split, label_residual, parts_in_force, timings
 from triage_jax.learner import (
     CheckpointError,
     LearnerState,
@@ -75,13 +75,14 @@ def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
             )
             previous = jax.tree.map(jax.numpy.copy, state.params) if ahead else None
             state, outcome = jax.block_until_ready(update(calibrator.learner, state, batch, scores.logp))
+            in_force = parts_in_force(calibrator.learner.objective)
             calibrator.see(np.asarray(scores.logp), host_batch)
             cursor, learned = rollout.prompts.cursor, time.perf_counter()
 
             row = describe_step(
                 samples, verdicts, rewards, advantages.flat_groups, scores, batch, outcome, state
             )
-            row |= gap_split(np.asarray(scores.logp), at_draw, host_batch)
+            row |= in_force | gap_split(np.asarray(scores.logp), at_draw, host_batch)
             row = label_residual(row) if config.rollout.replay_routing else row
             row["prompts/too_long"] = rollout.prompts.too_long
             if config.track.dumps and (step + 1) % config.track.dumps == 0:
