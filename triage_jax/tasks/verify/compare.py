@@ -7,7 +7,7 @@ Every rule answers True, False, or None for "cannot tell"; what stays None goes 
 import re
 from collections.abc import Callable
 
-from triage_jax.tasks.verify.numbers import as_number, clean
+from triage_jax.tasks.verify.numbers import alternatives, as_number, clean
 
 Leaf = Callable[[str, str], bool | None]
 _BASED = re.compile(r"(\d[0-9A-Za-z]*)\s*_\s*(?:\{\s*(?:\\text\{)?(\w+)\}?\s*\}|(\d))")
@@ -15,7 +15,14 @@ _CLOCK = re.compile(r"\d{1,2}:\d{2}(?:\s*[ap]\.?m\.?)?", re.IGNORECASE)
 _WORDS = re.compile(r"\\text\s*\{([^{}]*)\}")
 _VARIABLE = r"([A-Za-z]|\\(?!pi|infty)[a-z]+)"
 _MEMBER = re.compile(rf"{_VARIABLE}\s*\\in(?![a-z])\s*(.+)")
-_ASSIGNED = re.compile(r"[A-Za-z]\w*(?:\([A-Za-z]\))?\s*=\s*([^=]+)")
+_NAMES = r"[A-Za-z]\w*(?:\([A-Za-z]\))?|\(\s*[A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\)"
+_ASSIGNED = re.compile(rf"(?:{_NAMES})\s*=\s*([^=]+)")
+_TUPLE_ASSIGNED = re.compile(r"\(\s*[A-Za-z]\s*(?:,\s*[A-Za-z]\s*)+\)\s*=\s*([^=]+)")
+_TURNED = re.compile(r"([^=]*\d[^=]*?)\s*=\s*[A-Za-z]")
+_OUTWARD = re.compile(r"([\[\]])([^\[\]]*)([\[\]])")
+_TWO_QUANTITIES = re.compile(r"\d\s*(?:\\text\s*\{[^{}]*[A-Za-z][^{}]*\}|[A-Za-z]{3,}[A-Za-z ]*)\s*\d")
+"""As in `12\\text{ hours and }30\\text{ minutes}`, of which math-verify reads the 12"""
+_LABEL = re.compile(r"\(\s*(\w)\s*\)")
 _RELATION = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|<|>|\\lt(?![a-z])|\\gt(?![a-z])")
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
 MAX_ELEMENTS = 16
@@ -33,14 +40,47 @@ def compare(gold: str, answer: str, leaf: Leaf) -> bool | None:
         return bool(gold) or None
     if _WORDS.fullmatch(gold):
         return leaf(gold, answer)
-    if "=" not in gold and (found := _ASSIGNED.fullmatch(answer)):
+    if "=" not in gold and (found := _ASSIGNED.fullmatch(answer) or _TURNED.fullmatch(answer)):
         return compare(gold, found.group(1), leaf)
+    if "\\approx" in answer:  # a rounded value behind the exact one, or behind a name
+        left, _, right = answer.partition("\\approx")
+        named = re.fullmatch(rf"\s*(?:{_NAMES})\s*", left)
+        return compare(gold, right if named else left, leaf)
+    if "=" not in answer and (values := _assigned_values(gold)):
+        return compare(f"({','.join(values)})", answer, leaf)
+    if "=" not in answer and (found := _TUPLE_ASSIGNED.fullmatch(gold)):
+        return compare(found.group(1), answer, leaf)
+    gold, answer = _joined(gold), _joined(answer)
     (gold_variable, gold_set), (variable, answer_set) = _as_interval(gold), _as_interval(answer)
     if _RELATION.search(gold_set) or _RELATION.search(answer_set):
         return leaf(gold, answer)  # an inequality that must be solved first
     if gold_variable and variable and gold_variable != variable:
         return False
     return _compare_structure(gold_set, answer_set, leaf)
+
+
+def _assigned_values(text: str) -> list[str] | None:
+    """Values of `x=1, y=2`, where each name has one."""
+    items = _top_level(text) or []
+    found = [re.fullmatch(r"([A-Za-z])\s*=\s*([^=]+)", item) for item in items]
+    pairs = [match.groups() for match in found if match]
+    if len(pairs) < 2 or len(pairs) < len(items) or len({name for name, _ in pairs}) < len(pairs):
+        return None
+    return [value for _, value in pairs]
+
+
+def _joined(text: str) -> str:
+    """Alternatives as a list, or as a union where they are intervals."""
+    parts = alternatives(text)
+    if len(parts) == 1 or not all(parts):
+        return text
+    if not all(_RELATION.search(part) or _MEMBER.fullmatch(part) for part in parts):
+        return ",".join(parts)
+    intervals = [_as_interval(part) for part in parts]
+    variables = {variable for variable, _ in intervals}
+    if len(variables) > 1 or None in variables:
+        return text
+    return "\\cup".join(interval for _, interval in intervals)
 
 
 def _compare_structure(gold: str, answer: str, leaf: Leaf) -> bool | None:
@@ -74,14 +114,23 @@ def exact(gold: str, answer: str) -> bool | None:
     number, gold_number = as_number(answer), as_number(gold)
     if based and gold_number is not None:
         return _based_value(based) == gold_number.value
+    if gold_number is not None and number is None and _TWO_QUANTITIES.search(answer):
+        return False
     if number is not None and gold_number is not None:
         return number.matches(gold_number)
     if _CLOCK.fullmatch(gold) or _CLOCK.fullmatch(answer):
         return False
     words = _WORDS.fullmatch(gold)
     if (words and gold_number is None) or re.fullmatch(r"[A-Za-z]{4,}(?: [A-Za-z]+)*", gold):
-        return _as_words(gold) == _as_words(answer)
+        return _as_words(gold) == _as_words(answer) or _same_choice(gold, answer)
     return None
+
+
+def _same_choice(gold: str, answer: str) -> bool:
+    """Whether the gold is a label as `(B)`, and the answer that one label with something behind it."""
+    wanted, words = _LABEL.fullmatch(_plain_words(gold)), _plain_words(answer)
+    labels = _LABEL.findall(words)
+    return wanted is not None and labels == [wanted.group(1)] and words.startswith("(")
 
 
 def _digits_and_base(found: re.Match[str]) -> tuple[str, str]:
@@ -98,9 +147,13 @@ def _based_value(found: re.Match[str]) -> int | None:
 
 def _as_words(text: str) -> str:
     """Letters and digits of a text answer; `(C)` and `C` are the same choice."""
+    plain = _plain_words(text)
+    return plain[1:-1].strip() if _LABEL.fullmatch(plain) else plain
+
+
+def _plain_words(text: str) -> str:
     plain = _WORDS.sub(r" \1 ", text).replace("\\", " ")
-    plain = re.sub(r"\s+", " ", plain).strip().casefold()
-    return plain[1:-1].strip() if re.fullmatch(r"\(\s*\w\s*\)", plain) else plain
+    return re.sub(r"\s+", " ", plain).strip().casefold()
 
 
 def _squeeze(text: str) -> str:
@@ -112,7 +165,9 @@ def _as_interval(text: str) -> tuple[str | None, str]:
     these.
     """
     if found := _MEMBER.fullmatch(text):
-        return found.group(1), found.group(2).strip()
+        return found.group(1), _as_interval(found.group(2).strip())[1]
+    if text in ("\\mathbb{R}", "\\mathbb R", "\\R"):
+        return None, "(-\\infty,\\infty)"
     parts = [part.strip() for part in _RELATION.split(text)]
     signs = [_relation(sign) for sign in _RELATION.findall(text)]
     if len(parts) == 2 and re.fullmatch(_VARIABLE, parts[1]) and not re.fullmatch(_VARIABLE, parts[0]):
@@ -137,12 +192,17 @@ def _relation(sign: str) -> tuple[int, bool]:
 
 def _split(text: str) -> tuple[str, list[str]]:
     """Outer brackets ("" for none) and the elements between top-level commas."""
+    if found := _OUTWARD.fullmatch(text):  # ]0,1[ is (0,1)
+        left, inner, right = found.groups()
+        text = f"{'[' if left == '[' else '('}{inner}{']' if right == ']' else ')'}"
     plain = text.replace("\\{", "{").replace("\\}", "}")
     is_set = text.startswith("\\{") and text.endswith("\\}")
     if is_set or (plain[:1] in "([" and plain[-1:] in ")]" and len(plain) > 1):
         inner = text[2:-2] if is_set else text[1:-1]
         items = _top_level(inner)
-        if items is not None and (is_set or len(items) > 1):
+        if items is not None and is_set:
+            return "{}", list({_squeeze(item): item for item in items}.values())
+        if items is not None and len(items) > 1:
             return plain[0] + plain[-1], items
     items = _top_level(text) if as_number(text) is None else None
     return "", items or [text]
