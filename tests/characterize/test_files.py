@@ -46,20 +46,59 @@ def test_verl_rows(tmp_path):
     np.testing.assert_array_equal(dump.rewards, [1, 0])
 
 
-def test_nemo_rows_lose_the_prompt_and_keep_holes(tmp_path):
+def nemo_row(index, **more):
+    """As nemo_rl/algorithms/grpo.py logs it: every field a slice of the batch, a list of one."""
     row = {
         "content": "...",
         "rewards": 1.0,
+        "input_lengths": 5,
+        "token_ids": [5, 6, 7, 8, 9],
         "token_loss_mask": [0, 0, 1, 0, 1],
-        "prev_logprobs": [0, 0, -1, 9, -3],
-        "generation_logprobs": [0, 0, -2, 0, -3],
+        "sample_loss_mask": 1.0,
         "advantages": [7, 7, -1, 7, -1],
+        "generation_logprobs": [0, 0, -2, 0, -3],
+        "prev_logprobs": [0, 0, -1, 9, -3],
     }
-    source, (dump,) = read(lines(tmp_path / "train_data_step7.jsonl", [row]))
+    return {name: [value] for name, value in (row | more).items()} | {"idx": index}
+
+
+def test_nemo_rows_lose_the_prompt_and_keep_holes(tmp_path):
+    rows = [nemo_row(0), nemo_row(1, filtered_rewards=0.25, advantages=[0.5])]
+    source, (dump,) = read(lines(tmp_path / "train_data_step7.jsonl", rows))
     assert source.steps() == [7]
-    np.testing.assert_array_equal(dump.mask, [[1, 0, 1]])
-    np.testing.assert_array_equal(dump.sampler_logp, [[-2, 0, -3]])
-    np.testing.assert_array_equal(dump.advantages, [-1])  # constant on the valid tokens
+    np.testing.assert_array_equal(dump.mask, [[1, 0, 1]] * 2)
+    np.testing.assert_array_equal(dump.sampler_logp, [[-2, 0, -3]] * 2)
+    np.testing.assert_array_equal(dump.advantages, [-1, 0.5])  # constant on the valid tokens
+    np.testing.assert_array_equal(dump.rewards, [1, 0.25])
+
+
+def test_nemo_rows_outside_the_loss_and_without_a_learner(tmp_path):
+    rows = [nemo_row(0), nemo_row(1, sample_loss_mask=0.0), nemo_row(2, prev_logprobs=[0] * 5)]
+    source, (dump,) = read(lines(tmp_path / "train_data_step7.jsonl", rows))
+    assert (len(dump.mask), source.skipped.rows) == (1, 2)
+    assert ":2: `sample_loss_mask` is 0: the response is not in the loss" in source.skipped.reasons[0]
+    assert ":3: `prev_logprobs` is 0 on every valid token" in source.skipped.reasons[1]
+
+
+def test_one_token_is_no_list_of_one_list(tmp_path):
+    _, (dump,) = read(
+        lines(tmp_path / "1.jsonl", [verl_row(learner=[-1.0], sampler=[-2.0], advantages=[0.5])])
+    )
+    assert (dump.learner_logp.tolist(), dump.advantages.tolist()) == ([[-1]], [0.5])
+
+
+def test_verls_own_uid_is_no_group(tmp_path):
+    """verl/trainer/ppo/v1/trainer_base.py logs the key of the response, sample_rollout_output, as `uid`."""
+    rows = [verl_row(uid=f"a_{i}_0", score=float(i)) for i in range(2)]
+    for row in rows:
+        del row["advantages"]
+    path = lines(tmp_path / "1.jsonl", rows)
+    with pytest.raises(
+        DumpError, match=r"2 responses is a group by itself \(the first: 'a_0_0'\).*--map group=NAME"
+    ):
+        read(path)
+    _, (dump,) = read(path, columns=parse_map(("group=input",)))
+    np.testing.assert_allclose(dump.advantages, [-1, 1], rtol=1e-5)
 
 
 def test_advantages_from_groups_of_rewards(tmp_path):
@@ -100,7 +139,12 @@ BAD = [
     (verl_row(learner=[-1.0, None]), ":2: `old_log_probs` is null or not finite at position 1"),
     (verl_row(sampler=[float("nan"), -1.0]), ":2: `rollout_log_probs` is null or not finite at position 0"),
     (verl_row(rollout_log_probs="x"), ":2: `rollout_log_probs` is 'x'; accepted: a list of numbers"),
-    (verl_row(rollout_log_probs=[[1.0]]), ":2: `rollout_log_probs` is .* accepted: a list of numbers"),
+    (
+        verl_row(rollout_log_probs=[[-1.0], [-2.0]]),
+        ":2: `rollout_log_probs` is .* accepted: a list of numbers",
+    ),
+    (verl_row(learner=[0.0, 0.0]), ":2: `old_log_probs` is 0 on every valid token: it was not computed"),
+    (verl_row(sampler=[0.0, 0.0]), ":2: `rollout_log_probs` is 0 on every valid token: it was not computed"),
     (verl_row(rollout_log_probs=None), ":2: `rollout_log_probs` is missing"),
     (verl_row(learner=[], sampler=[]), ":2: no valid token"),
     (verl_row(advantages=None), ":2: `advantages` is missing"),
@@ -235,66 +279,103 @@ def test_packages_that_are_not_there(tmp_path, monkeypatch, suffix, package):
         read(path)
 
 
+COLUMNS = {
+    "tokens": ([8, 1, 2], [8, 3]),
+    "log_probs": ([-1.0, -2.0], [-3.0]),
+    "rollout_log_probs": ([-1.5, -2.0], [-3.0]),
+    "advantages": ([0.5, 0.5], [-0.5]),
+    "loss_masks": ([1, 1], [1]),
+}
+
+
 def train_data(tensor):
-    return {
-        "response_lengths": [2, 1],
-        "log_probs": [tensor([-1.0, -2.0]), tensor([-3.0])],
-        "rollout_log_probs": [tensor([-1.5, -2.0]), tensor([-3.0])],
-        "advantages": [tensor([0.5, 0.5]), tensor([-0.5])],
-        "loss_masks": [tensor([1, 1]), tensor([1])],
-        "rewards": [1.0, 0.0],
+    """Columns of one rank, as miles saves them."""
+    columns = {name: [tensor(np.array(value)) for value in values] for name, values in COLUMNS.items()}
+    return columns | {
+        "response_lengths": np.array([2, 1]),
+        "sample_indices": [np.int64(4), np.int64(9)],
+        "rewards": np.array([1.0, 0.0], np.float32),
+        "raw_reward": [0.0, 0.0, 1.0],  # of the whole batch, in another order
         "max_seq_lens": 7,
     }
 
 
-ROLLOUT_ONLY = {"rollout_id": 6, "samples": [{"tokens": [1], "rollout_log_probs": [-1.0]}]}
+def slime_samples(tensor):
+    """One dict per response, as slime's format_version 2 has them."""
+    data = train_data(tensor)
+    names = (*COLUMNS, "response_lengths", "rewards")
+    return [
+        {name: data[name][i] for name in names} | {"rollout_position": i, "data_parallel_rank": 0}
+        for i in range(2)
+    ]
 
 
-def check_slime(path):
-    source, (dump,) = read(path)
-    assert source.steps() == [dump.step] == [6]
-    np.testing.assert_array_equal(dump.learner_logp, [[-1, -2], [-3, 0]])
-    np.testing.assert_array_equal(dump.advantages, [0.5, -0.5])
-    np.testing.assert_array_equal(dump.rewards, [1, 0])
-
-
-def test_slimes_files_as_torch_loads_them(tmp_path, monkeypatch):
-    """A stand-in for torch, which the test environment lacks, that insists on loading weights only."""
-    contents = {
-        "train_6_0.pt": {"rollout_id": 6, "rank": 0, "rollout_data": train_data(np.array)},
-        "rollout_6.pt": ROLLOUT_ONLY,
+def contents(tensor):
+    rank = {"rollout_id": 6, "cp_rank": 0, "cp_size": 1, "qkv_format": "thd"}
+    whole = {"format_version": 2, "rollout_id": 6, "rank": 0, "dp_shards": [], "raw_reward": [1.0, 0.0]}
+    return {
+        "train_6_0.pt": rank | {"rank": 0, "rollout_data": train_data(tensor)},
+        "train_6_1.pt": rank | {"rank": 1, "rollout_data": train_data(tensor)},
+        "slime_6.pt": whole | {"samples": slime_samples(tensor)},
+        "pieces_6.pt": rank | {"rank": 0, "rollout_data": train_data(tensor), "cp_size": 2},
+        "rollout_6.pt": {"rollout_id": 6, "samples": [{"tokens": [1], "rollout_log_probs": [-1.0]}]},
         "other_6.pt": {"weights": 1},
         "empty_6.pt": {"rollout_data": {"tokens": []}},
     }
 
-    def load(path, *, map_location, weights_only):
-        assert (map_location, weights_only) == ("cpu", True)
-        if path.name not in contents:
-            raise RuntimeError("Weights only load failed: GLOBAL x\nmore")
-        return contents[path.name]
 
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(load=load))
-    for name in (*contents, "evil_6.pt"):
-        (tmp_path / name).touch()
-    check_slime(tmp_path / "train_6_0.pt")
+def check_torch_files(folder):
+    """Train data are read; replicas, pieces and what lacks the learner are named."""
+    for name in ("train_6_0.pt", "slime_6.pt"):
+        source, (dump,) = read(folder / name)
+        assert source.steps() == [dump.step] == [6]
+        np.testing.assert_array_equal(dump.learner_logp, [[-1, -2], [-3, 0]])
+        np.testing.assert_array_equal(dump.advantages, [0.5, -0.5])
+        np.testing.assert_array_equal(dump.rewards, [1, 0])
+    source, (dump,) = read(folder / "train_6_0.pt", folder / "train_6_1.pt")
+    assert (len(dump.mask), source.skipped.rows) == (2, 2)
+    assert re.search(r"train_6_1.pt: the same responses as .*train_6_0.pt", source.skipped.reasons[0])
     for name, message in (
+        ("pieces_6.pt", "sample 0: one of 2 pieces of context parallelism"),
         ("rollout_6.pt", "--save-debug-train-data"),
         ("other_6.pt", "accepted: slime's or miles' debug files"),
         ("empty_6.pt", "`rollout_data` has no samples; found: tokens"),
-        ("evil_6.pt", r"\(RuntimeError\); other objects are not unpickled"),
+        ("evil_6.pt", r"\(\w+Error\); other objects are not unpickled"),
     ):
         with pytest.raises(DumpError, match=message):
-            read(tmp_path / name)
+            read(folder / name)
 
 
-def test_slimes_files_with_torch(tmp_path):
+def test_slimes_and_miles_files_as_torch_loads_them(tmp_path, monkeypatch):
+    """A stand-in for torch, which the test environment lacks, that insists on loading weights only."""
+    files = contents(np.asarray)
+
+    def load(path, *, map_location, weights_only):
+        assert (map_location, weights_only) == ("cpu", True)
+        if path.name not in files:
+            raise RuntimeError("Weights only load failed: GLOBAL x\nmore")
+        return files[path.name]
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(load=load, serialization=SimpleNamespace()))
+    for name in (*files, "evil_6.pt"):
+        (tmp_path / name).touch()
+    check_torch_files(tmp_path)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("unpickled",)
+
+
+def test_slimes_and_miles_files_with_torch(tmp_path, capsys):
     torch = pytest.importorskip("torch")
-    data = {"rollout_id": 6, "rank": 0, "rollout_data": train_data(torch.tensor)}
-    torch.save(data, tmp_path / "train_6_0.pt")
-    check_slime(tmp_path / "train_6_0.pt")
-    torch.save({"rollout_data": object()}, tmp_path / "evil.pt")
-    with pytest.raises(DumpError, match="other objects are not unpickled"):
-        read(tmp_path / "evil.pt")
+    for name, content in contents(torch.tensor).items():
+        torch.save(content, tmp_path / name)
+    # Neither directly, nor inside an array of objects.
+    for content in (Evil(), np.array([Evil()], object)):
+        torch.save({"rollout_data": content}, tmp_path / "evil_6.pt")
+        check_torch_files(tmp_path)
+    assert "unpickled" not in capsys.readouterr().out
 
 
 def test_parquet_rows(tmp_path):

@@ -4,11 +4,12 @@
 | --- | --- |
 | `RUN` or `RUN/dumps/*.npz` | this package's dumps |
 | `*.jsonl` | a response per line: verl's `rollout_data_dir`, NeMo-RL's `train_data_step*.jsonl`, others with `--map` |
-| `*.pt` | slime's and miles' debug files; needs torch, which loads nothing but tensors and plain values |
+| `*.pt` | slime's and miles' debug files; needs torch, which loads nothing but tensors, arrays and plain values |
 | `*.parquet` | one response per row, TRL's completions for one; needs pyarrow |
 | `*.npz` | other arrays [B, T], with `--map` |
 """
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -65,9 +66,20 @@ class FileSource:
         empty = True
         for _, same in itertools.groupby(parts, key=lambda dump: dump.step):
             empty = False
-            yield _join(list(same))
+            yield _join(self._distinct(list(same)))
         if empty and steps is None:
             raise DumpError("no usable row; " + (self.skipped.reasons or ["the files are empty"])[0])
+
+    def _distinct(self, parts: list[Dump]) -> list[Dump]:
+        """Without replicas: every rank of miles writes its own file, those of one tensor-parallel group the same."""
+        kept: list[Dump] = []
+        for part in parts:
+            twin = next((other for other in kept if _equal(part, other)), None)
+            if twin is None:
+                kept.append(part)
+            else:
+                self.skipped.add(f"{part.source}: the same responses as {twin.source}", rows=len(part.mask))
+        return kept
 
     def _parts(self, number: int, file: Path, steps: frozenset[int] | None) -> Iterator[Dump]:
         if file.suffix == ".npz":
@@ -197,6 +209,8 @@ def _read_npz(file: Path, number: int, chosen: Mapping[str, str]) -> Dump:
         raise DumpError(f"{file}: no array for advantages; found: {', '.join(sorted(arrays))}")
     named = {column: arrays[name] for column, name in columns.items() if column not in ("group", "step")}
     named.setdefault("mask", np.ones(named["learner_logp"].shape, bool))
+    if "kept" in named:
+        named["mask"] = (named["mask"] != 0) & (named.pop("kept") != 0)[:, None]
     step = _npz_step(file, columns.get("step", "step"), _default_step(file, number))
     return checked(named, step, str(file))
 
@@ -242,28 +256,55 @@ def _torch_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
             f"{file}: a torch file, and torch is not installed: install it, or save the same fields as JSONL or npz"
         ) from None
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        # Absent before torch 2.5, which then reads files without numpy values.
+        allowed = getattr(torch.serialization, "safe_globals", contextlib.nullcontext)
+        with allowed(_numpy_globals()):
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises its own, pickle's and zip's errors here
         raise DumpError(
-            f"{file}: not a torch file of tensors and plain values ({type(error).__name__}); other objects are not "
-            "unpickled"
+            f"{file}: not a torch file of tensors, arrays and plain values ({type(error).__name__}); other "
+            "objects are not unpickled"
         ) from None
     if not isinstance(content, dict) or not ({"samples", "rollout_data"} & content.keys()):
         raise DumpError(
             f"{file}: accepted: slime's or miles' debug files, a dict with `samples` or `rollout_data`"
         )
     step = {"rollout_id": content["rollout_id"]} if "rollout_id" in content else {}
+    parts = content.get("cp_size", 1)
     for number, row in enumerate(_samples(content, file)):
-        yield f"{file}: sample {number}", row | step
+        place = f"{file}: sample {number}"
+        if parts == 1:
+            yield place, row | step
+        else:
+            yield place, f"one of {parts} pieces of context parallelism (`cp_size`), which are not joined"
+
+
+def _numpy_globals() -> list[Any]:
+    """What makes numpy's arrays and scalars out of bytes; objects inside them stay refused. miles saves both."""
+    dtypes = {type(np.dtype(kind)) for kind in ("?", *np.typecodes["AllInteger"], *np.typecodes["Float"])}
+    makers = {"_reconstruct": np.zeros(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
+    named = [  # under numpy 2's name and numpy 1's
+        (maker, f"numpy.{core}.multiarray.{name}")
+        for name, maker in makers.items()
+        for core in ("_core", "core")
+    ]
+    return [np.ndarray, np.dtype, *dtypes, *named]
 
 
 def _samples(content: Mapping[str, Any], file: Path) -> Iterator[dict[str, Any]]:
+    """One dict per response.
+
+    slime's train data hold them as they are (slime/observability/train_data_utils.py, format_version 2), miles' and
+    older slime's as columns of one rank (miles/utils/train_dump_utils.py).
+    """
     if "samples" in content:
         yield from content["samples"]
         return
     data = content["rollout_data"]
     count = len(data.get("response_lengths", data.get("log_probs", ())))
-    per_sample = {name: v for name, v in data.items() if isinstance(v, list) and len(v) == count}
+    per_sample = {
+        name: v for name, v in data.items() if isinstance(v, list | tuple | np.ndarray) and len(v) == count
+    }
     if not count:
         raise DumpError(f"{file}: `rollout_data` has no samples; found: {', '.join(sorted(data))}")
     for i in range(count):
@@ -282,6 +323,11 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
         for row in batch.to_pylist():
             yield f"{file}: row {number}", row
             number += 1
+
+
+def _equal(part: Dump, other: Dump) -> bool:
+    names = ("mask", "learner_logp", "sampler_logp")
+    return all(np.array_equal(getattr(part, name), getattr(other, name)) for name in names)
 
 
 def _join(parts: list[Dump]) -> Dump:

@@ -15,10 +15,10 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "TRL": ("sampling/sampling_logp_difference/max",),
         "others": ("sampler_trainer/logp_diff_max",),
     },
-    "gap/k1/token": {"verl": ("rollout_corr/kl",), "slime": ("mis_kl",)},
+    "gap/k1/token": {"verl": ("rollout_corr/kl",), "slime": ("mis_kl", "train/mis_kl")},
     "gap/k3_sampler_learner/token": {
         "verl": ("rollout_corr/k3_kl",),
-        "slime": ("mis_k3_kl", "train/train_rollout_kl"),
+        "slime": ("mis_k3_kl", "train/mis_k3_kl", "train/train_rollout_kl"),
         "NeMo-RL": ("gen_kl_error", "train/gen_kl_error"),
         "others": ("mismatch_kl/all/mean",),
     },
@@ -50,6 +50,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "tis/ess/token": {"verl": ("rollout_corr/rollout_is_eff_sample_size",)},
     "ppo/clip_fraction/token": {
         "verl": ("actor/pg_clipfrac",),
+        "TRL": ("clip_ratio/region_mean",),
         "slime": ("pg_clipfrac", "train/pg_clipfrac"),
     },
     "ppo/approx_kl/token": {"verl": ("actor/ppo_kl",), "slime": ("ppo_kl", "train/ppo_kl")},

@@ -31,8 +31,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "vllm_logprobs",
     ),
     "mask": ("mask", "response_mask", "loss_mask", "loss_masks", "token_loss_mask", "completion_mask"),
+    "kept": ("sample_loss_mask",),
     "advantages": ("advantages", "advantage"),
-    "rewards": ("rewards", "reward", "score", "scores", "raw_reward"),
+    "rewards": ("filtered_rewards", "rewards", "reward", "score", "scores", "raw_reward"),
     "group": ("group", "uid", "group_index", "group_id", "prompt", "input"),
     "step": ("step", "global_step", "rollout_id"),
 }
@@ -78,7 +79,8 @@ def columns_of(names: frozenset[str], chosen: Mapping[str, str]) -> dict[str, st
 def _hint(names: frozenset[str]) -> str:
     if "rollout_log_probs" in names and "tokens" in names:
         return (
-            "slime's and miles' rollout dumps lack the learner's: write train data, --save-debug-train-data"
+            "slime's and miles' rollout dumps lack the learner's: write train data, --save-debug-train-data. Of train "
+            "data, ranks before the last pipeline stage lack them too, and all do with --use-rollout-logprobs"
         )
     if {"input", "output", "score"} <= names:
         return "verl's rollout_data_dir holds text and scores only: log old_log_probs and rollout_log_probs with them"
@@ -111,8 +113,11 @@ class Row:
 def parse_row(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
     """Read one row. Raises RowError naming field and position.
 
-    Leading masked positions are cut off: they are the prompt where a framework logs whole sequences.
+    Leading masked positions are cut off: they are the prompt where a framework logs whole sequences. A list of one list
+    is that list: NeMo-RL logs slices of a batch of one response (nemo_rl/utils/logger.py, log_batched_dict_as_jsonl).
     """
+    if "kept" in columns and _number(row, columns["kept"]) == 0:
+        raise RowError(f"`{columns['kept']}` is 0: the response is not in the loss")
     learner, sampler = (_vector(row, columns[name]) for name in REQUIRED)
     if len(learner) != len(sampler):
         raise RowError(
@@ -127,6 +132,12 @@ def parse_row(row: Mapping[str, Any], columns: Mapping[str, str]) -> Row:
             )
     if not mask.any():
         raise RowError("no valid token")
+    for name, values, other in (
+        ("learner_logp", learner, sampler),
+        ("sampler_logp", sampler, learner),
+    ):
+        if not values[mask].any() and other[mask].any():  # as NeMo-RL's force_on_policy_ratio leaves it
+            raise RowError(f"`{columns[name]}` is 0 on every valid token: it was not computed")
     for name, values in (("learner_logp", learner), ("sampler_logp", sampler)):
         bad = ~np.isfinite(values) & mask
         if bad.any():
@@ -153,7 +164,7 @@ def _advantage(row: Mapping[str, Any], columns: Mapping[str, str], length: int) 
             raise RowError(f"`{columns['rewards']}` and `{columns['group']}` are needed without advantages")
         return None
     name = columns["advantages"]
-    value = row.get(name)
+    value = _unwrapped(row.get(name))
     if isinstance(value, int | float):
         value = np.asarray(value, np.float32)
     else:
@@ -171,8 +182,7 @@ def _vector(row: Mapping[str, Any], name: str) -> Float[np.ndarray, " T"]:
     value = row.get(name)
     if value is None:
         raise RowError(f"`{name}` is missing")
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+    value = _unwrapped(value)
     try:
         with np.errstate(over="ignore"):  # infinities are refused by name later
             vector = np.asarray(value, np.float64).astype(np.float32)  # None becomes NaN
@@ -183,10 +193,18 @@ def _vector(row: Mapping[str, Any], name: str) -> Float[np.ndarray, " T"]:
     return vector
 
 
+def _unwrapped(value: Any) -> Any:
+    """Plain values of a tensor or array; the list in a list of one list."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list) else value
+
+
 def _number(row: Mapping[str, Any], name: str | None) -> float | None:
     value = row.get(name) if name else None
-    if value is not None and hasattr(value, "tolist"):  # a tensor or array of one number
-        value = value.tolist()
+    value = _unwrapped(value)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     return float(value) if isinstance(value, int | float) and np.isfinite(value) else None
 
 
@@ -207,8 +225,8 @@ class Skipped:
     rows: int = 0
     reasons: list[str] = field(default_factory=list)
 
-    def add(self, reason: str) -> None:
-        self.rows += 1
+    def add(self, reason: str, rows: int = 1) -> None:
+        self.rows += rows
         if len(self.reasons) < 5:
             self.reasons.append(reason)
 
@@ -254,9 +272,18 @@ def _per_response(advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def group_advantages(rows: list[Row]) -> Float[np.ndarray, " B"]:
-    """(reward - mean) / (std + 1e-6) over the rows of a group, population std; 0 where all rewards are equal."""
+    """(reward - mean) / (std + 1e-6) over the rows of a group, population std; 0 where all rewards are equal.
+
+    Raises DumpError if every row is a group by itself, as with an identifier of the response (verl's `uid` in newer
+    rollout files).
+    """
     rewards = np.array([row.reward for row in rows], float)
     groups = np.unique([row.group or "" for row in rows], return_inverse=True)[1]
+    if groups.max() + 1 == len(rows) > 1:
+        raise DumpError(
+            f"each of the {len(rows)} responses is a group by itself (the first: {_short(rows[0].group)}): no "
+            "advantages can be computed; name the prompt's field with --map group=NAME"
+        )
     advantages = np.zeros(len(rows), np.float32)
     for group in range(groups.max() + 1):
         inside = groups == group
