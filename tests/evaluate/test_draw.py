@@ -1,6 +1,7 @@
 """Samples one by one from an engine that takes calls from several threads."""
 
 import threading
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -66,6 +67,10 @@ def requests(count):
     return [Request(uid=f"r{n}", prompt_ids=(1,), seed=n) for n in range(count)]
 
 
+def one_by_one(groups):
+    return chain.from_iterable(groups)
+
+
 def nothing():
     pass
 
@@ -75,7 +80,7 @@ def test_a_slow_response_holds_up_nothing():
     engine.gates["r0"] = threading.Event()
     engine.open.set()
     found = []
-    for drawn in draw_at_once(engine, requests(20), SAMPLING, 3, nothing):
+    for drawn in one_by_one(draw_at_once(engine, requests(20), SAMPLING, 3, nothing)):
         found.append(drawn.uid)
         if len(found) == 19:
             assert "r0" not in found
@@ -109,7 +114,7 @@ def test_after_a_failure_what_is_in_flight_is_still_handed_over():
     timer = threading.Timer(0.3, lambda: [gate.set() for gate in engine.gates.values()])
     timer.start()
     with pytest.raises(EngineError, match="r1 failed"):
-        found.extend(drawn.uid for drawn in draw_at_once(engine, requests(50), SAMPLING, 3, nothing))
+        found.extend(s.uid for s in one_by_one(draw_at_once(engine, requests(50), SAMPLING, 3, nothing)))
     timer.join()
     assert {"r0", "r2"} == set(engine.begun) - {"r1"}, "nothing new was begun"
 
@@ -138,7 +143,7 @@ def test_the_check_ends_it(draw):
             raise Ended
 
     def draw_all():
-        for drawn in draw(engine, requests(50), SAMPLING, 2, check):
+        for drawn in one_by_one(draw(engine, requests(50), SAMPLING, 2, check)):
             found.append(drawn.uid)
 
     with pytest.raises(Ended):
@@ -149,6 +154,8 @@ def test_the_check_ends_it(draw):
 def test_batches():
     engine = Waiting()
     engine.open.set()
-    found = [drawn.uid for drawn in draw_in_batches(engine, requests(7), SAMPLING, 3, nothing)]
+    groups = list(draw_in_batches(engine, requests(7), SAMPLING, 3, nothing))
+    assert [len(group) for group in groups] == [3, 3, 1]
+    found = [drawn.uid for drawn in one_by_one(groups)]
     assert found == [f"r{n}" for n in range(7)]
     assert engine.most == 3

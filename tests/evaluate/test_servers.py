@@ -1,7 +1,10 @@
 """Evaluations whose samples come over HTTP, from the tests' small server: identity, death, resumption, refusals."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.golden import ROOT
 from tests.rollout.sglang.fake_server import FakeServer, expected, fake_servers
 from tests.tiny import tiny_model
 from triage_jax.evaluate.__main__ import main
@@ -136,6 +140,34 @@ def test_the_only_server_dies_and_the_same_command_goes_on(tmp_path, model, comm
         assert len(drawn(servers[0])) == TOTAL - len(kept), "what was finished is not drawn again"
         check(out, model)
         assert list(read_records(out / "samples.jsonl"))[: len(kept)] == kept
+
+
+def test_a_killed_evaluation_asks_only_for_what_is_missing(tmp_path, model, command):
+    out = tmp_path / "run"
+    path = out / "samples.jsonl"
+    with fake_servers(token_seconds=0.02) as servers:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "triage_jax.evaluate", *command(out, servers)],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        deadline = time.monotonic() + 120
+        while not path.exists() or path.read_bytes().count(b"\n") < TOTAL // 3:
+            assert process.poll() is None, process.communicate()[0].decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.kill()
+        process.communicate()
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        while servers[0].running:  # what was in flight has nobody to go to
+            time.sleep(0.01)
+        servers[0].calls.clear()
+        assert main(command(out, servers)) == 0
+        assert len(drawn(servers[0])) == TOTAL - whole.count(b"\n")
+        assert path.read_bytes().startswith(whole)
+        check(out, model)
 
 
 def test_a_server_that_comes_back_is_believed_once_it_says_the_same(tmp_path, model, command):

@@ -1,6 +1,7 @@
 """An evaluation's directory: its files, who may write there, and whether it may be continued."""
 
 import fcntl
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +42,14 @@ class Directory:
     def table(self) -> Path:
         return self.root / "table.md"
 
+    @property
+    def weights(self) -> Path:
+        """Those that were pushed into servers"""
+        return self.root / "weights"
+
     def clear(self) -> None:
         """Delete what an evaluation writes, and nothing else that may lie there."""
+        shutil.rmtree(self.weights, ignore_errors=True)
         for path in (self.samples, self.problems, self.result, self.table, self.config):
             path.unlink(missing_ok=True)
 

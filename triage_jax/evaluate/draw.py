@@ -1,6 +1,6 @@
-"""Samples as they finish: batch by batch from an engine that computes here, one by one from servers."""
+"""Samples in groups, as they finish: batch by batch from an engine that computes here, one by one from servers."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import batched
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -17,11 +17,11 @@ def draw_in_batches(
     sampling: SamplingParams,
     size: int,
     check: Callable[[], None],
-) -> Iterator[Sample]:
+) -> Iterator[Sequence[Sample]]:
     """For an engine that decodes `size` rows together. `check` may raise, between batches."""
     for batch in batched(requests, size):
         check()
-        yield from engine.generate(batch, sampling)
+        yield engine.generate(batch, sampling)
 
 
 def draw_at_once(
@@ -30,7 +30,7 @@ def draw_at_once(
     sampling: SamplingParams,
     width: int,
     check: Callable[[], None],
-) -> Iterator[Sample]:
+) -> Iterator[Sequence[Sample]]:
     """For an engine that takes calls from several threads: `width` requests in flight, each sample once it is there.
 
     A batch would wait for its longest response, and a kill would lose all of it. `requests` is read as places become
@@ -73,7 +73,7 @@ def draw_at_once(
             elif isinstance(item, EngineError):
                 failure, stopped = failure or item, True
             else:
-                yield item
+                yield (item,)
     finally:
         stopped = True
     if failure is not None:

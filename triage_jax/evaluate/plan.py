@@ -23,7 +23,8 @@ def print_plan(subject: Subject, console: Console, sampler: str | None = None) -
     template = subject.codec.chat_template if config.model.chat_template else None
     thinking = "on" if config.model.enable_thinking else "off"
     table.add_row(
-        "prompt", f"chat template, thinking {thinking}" if template else "plain text, no chat template"
+        "prompt",
+        f"chat template, told that thinking is {thinking}" if template else "plain text, no chat template",
     )
     table.add_row(
         "protocol",

@@ -1,6 +1,7 @@
 """What a person sees while samples are drawn."""
 
 import time
+from collections.abc import Sequence
 
 from rich import progress as rich_progress
 from rich.console import Console
@@ -25,15 +26,15 @@ class SampleProgress:
             self._bar.add_task("sampling", total=total, completed=finished, rate=0.0, right="")
             self._bar.start()
 
-    def add(self, record: Record) -> None:
-        """Count a finished sample."""
-        self._samples += 1
-        self._tokens += record.tokens
-        self._right += record.right
+    def add(self, records: Sequence[Record]) -> None:
+        """Count samples that finished together."""
+        self._samples += len(records)
+        self._tokens += sum(record.tokens for record in records)
+        self._right += sum(record.right for record in records)
         now = time.monotonic()
         if self._bar is not None:
             (task,) = self._bar.tasks
-            self._bar.update(task.id, advance=1, rate=self._rate(now), right=self._share())
+            self._bar.update(task.id, advance=len(records), rate=self._rate(now), right=self._share())
         elif now - self._said >= EVERY_SECONDS:
             self._said = now
             self._console.print(self.line(), markup=False, soft_wrap=True)

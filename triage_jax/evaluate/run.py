@@ -21,7 +21,7 @@ from triage_jax.evaluate.subject import Subject
 from triage_jax.evaluate.tally import Tally
 from triage_jax.metrics import write_atomically
 from triage_jax.rollout import Engine, EngineError, Request, Sample
-from triage_jax.run import StopSignal
+from triage_jax.run import Stop, StopSignal
 from triage_jax.tasks.protocol import stable_hash
 
 
@@ -48,7 +48,11 @@ def evaluate(subject: Subject, console: Console, stop: StopSignal, *, overwrite:
         if tally.finished < subject.total:
             engine = engine or open_local(config, subject.model, subject.path, stack)
             print_plan(subject, console, engine.capabilities.description)
-            _draw(subject, engine, tally, records, console, stop)
+            try:
+                _draw(subject, engine, tally, records, console, stop)
+            except (Stop, EngineError):
+                write_result(directory, subject.benchmarks, tally)  # of what there is, and it says so
+                raise
         return write_result(directory, subject.benchmarks, tally)
 
 
@@ -72,17 +76,14 @@ def _draw(
     try:
         if engine.capabilities.overlaps:
             width = min(config.sglang.concurrency * len(config.sglang.urls), len(requests))
-            samples = draw_at_once(engine, requests, sampling, width, stop.check)
+            groups = draw_at_once(engine, requests, sampling, width, stop.check)
         else:
-            samples = draw_in_batches(engine, requests, sampling, config.local.batch_size, stop.check)
+            groups = draw_in_batches(engine, requests, sampling, config.local.batch_size, stop.check)
         seeds = {request.uid: request.seed for request in requests}
-        for sample in samples:
-            if sample.finish_reason == "abort":
-                raise EngineError(f"sample {sample.uid} was cut off by the server again and again")
-            record = _record(subject, sample, seeds[sample.uid], scorer)
-            records.append(record)
-            tally.add(record)
-            progress.add(record)
+        for group in groups:
+            found = [_finish(subject, sample, seeds[sample.uid], scorer, records) for sample in group]
+            tally.add_all(found)
+            progress.add(found)
     finally:
         progress.close()
         scorer.close()
@@ -109,12 +110,15 @@ def pending(subject: Subject, tally: Tally) -> list[Request]:
     return found
 
 
-def _record(subject: Subject, sample: Sample, seed: int, scorer: Scorer) -> Record:
+def _finish(subject: Subject, sample: Sample, seed: int, scorer: Scorer, records: RecordFile) -> Record:
+    """Score a sample and write it down."""
+    if sample.finish_reason == "abort":
+        raise EngineError(f"sample {sample.uid} was cut off by the server again and again")
     uid, _, number = sample.uid.rpartition("/")
     ids = sample.token_ids.tolist()
     response = opening_of(subject.prompts[uid], subject.codec) + subject.codec.response_text(ids)
     verdict = scorer.score(uid, response)
-    return Record(
+    record = Record(
         problem=uid,
         sample=int(number),
         seed=seed,
@@ -124,10 +128,12 @@ def _record(subject: Subject, sample: Sample, seed: int, scorer: Scorer) -> Reco
         answer=verdict.parsed,
         response=response if subject.config.keep_responses else None,
     )
+    records.append(record)
+    return record
 
 
 def _open_servers(subject: Subject, directory: Directory, stack: ExitStack) -> Engine:
-    engine = open_servers(subject.config, subject.model, subject.path, directory.root / "weights", stack)
+    engine = open_servers(subject.config, subject.model, subject.path, directory.weights, stack)
     if isinstance(engine, ServedEngine):
         subject.check_context(engine.context)
     return engine
