@@ -287,6 +287,11 @@ INTERVALS = [
     ("5", r"\boxed{x>5}", WRONG),
     ("5", r"\boxed{<5}", WRONG),
     (r"\{1,2,3\}", r"\boxed{\left\{3,1,2\right\}}", RIGHT),
+    ("(0,5)", r"\boxed{x>0 \text{ and } x<5}", RIGHT),
+    ("(0,5]", r"\boxed{x \le 5 \text{ and } x > 0}", RIGHT),
+    ("(0,5)", r"\boxed{x>0 \text{ or } x<5}", WRONG),
+    ("(0,5)", r"\boxed{x>0 \text{ and } y<5}", WRONG),
+    (r"(-\infty,5)\cup(0,\infty)", r"\boxed{x>0 \text{ and } x<5}", WRONG),
 ]
 ALGEBRA = [
     (r"\frac{\pi}{4}", r"\boxed{\pi/4}", RIGHT),

@@ -70,17 +70,24 @@ def _assigned_values(text: str) -> list[str] | None:
 
 
 def _joined(text: str) -> str:
-    """Alternatives as a list, or as a union where they are intervals."""
-    parts = alternatives(text)
+    """What `and` or `or` connects, as a list; of intervals the union or, of two rays, the intersection."""
+    parts, words = alternatives(text)
     if len(parts) == 1 or not all(parts):
         return text
     if not all(_RELATION.search(part) or _MEMBER.fullmatch(part) for part in parts):
         return ",".join(parts)
-    intervals = [_as_interval(part) for part in parts]
-    variables = {variable for variable, _ in intervals}
+    found = [_as_interval(part) for part in parts]
+    variables, intervals = {variable for variable, _ in found}, [interval for _, interval in found]
     if len(variables) > 1 or None in variables:
         return text
-    return "\\cup".join(interval for _, interval in intervals)
+    return "\\cup".join(intervals) if words == {"or"} else _between(intervals) or text
+
+
+def _between(intervals: list[str]) -> str | None:
+    """`(a,b)` for `(a,\\infty)` and `(-\\infty,b)`, in either order."""
+    low = [i.removesuffix(",\\infty)") for i in intervals if i.endswith(",\\infty)")]
+    high = [i.removeprefix("(-\\infty,") for i in intervals if i.startswith("(-\\infty,")]
+    return f"{low[0]},{high[0]}" if len(low) == len(high) == 1 == len(intervals) / 2 else None
 
 
 def _compare_structure(gold: str, answer: str, leaf: Leaf) -> bool | None:

@@ -24,7 +24,7 @@ _FONT = re.compile(r"\\(?:(?:mathbf|boldsymbol|bm|mathit|mathsf|emph|underline)|
 _ROOT = re.compile(r"√\s*(\d+|[A-Za-z])")
 _PREAMBLE = re.compile(r"\\approx(?![a-z])|(?:the )?(?:final )?answer(?: is)?[:\s]+", re.IGNORECASE)
 _TEXT_PREAMBLE = re.compile(r"\\text\s*\{\s*(?:the )?(?:final )?answer(?: is)?:?\s*\}", re.IGNORECASE)
-_AND = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<=[\d\s})])(?:and|or)(?=\s))\s*")
+_AND = re.compile(r",?\s*(?:\\text\s*\{\s*(and|or)\s*\}|(?<=[\d\s})])(and|or)(?=\s))\s*")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*(\d)\s*(\d)")
 _REPEATING = re.compile(r"([+-]?)\s*(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}")
 _DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
@@ -69,9 +69,8 @@ def clean(answer: str) -> str:
     text = _SPACING.sub(lambda found: " " if found.group() in ("\\ ", "~") else "", text)
     for written, plain in _SYNONYMS:
         text = text.replace(written, plain)
-    text = (
-        re.sub(r"\s+|\\newline(?![A-Za-z])", " ", text).strip().removesuffix("\\\\").removesuffix(".").strip()
-    )
+    text = re.sub(r"\s+|\\newline(?![A-Za-z])", " ", text).strip()
+    text = text.removesuffix("\\\\").removesuffix(".").strip()
     text = _BINOMIAL.sub(r"\\binom{\1}{\2}", _ROOT.sub(r"\\sqrt{\1}", _without_font(text)))
     for preamble in (_TEXT_PREAMBLE, _PREAMBLE):
         if (found := preamble.match(text)) and found.end() < len(text):
@@ -79,9 +78,10 @@ def clean(answer: str) -> str:
     return "\\emptyset" if re.fullmatch(r"\\\{\s*\\\}", text) else text
 
 
-def alternatives(text: str) -> list[str]:
-    """The parts of a cleaned `1 \\text{ and } 2` or `x<2 \\text{ or } x>3`; one part where there is no such word."""
-    return [part.strip() for part in _AND.split(text)]
+def alternatives(text: str) -> tuple[list[str], set[str]]:
+    """The parts of a cleaned `1 \\text{ and } 2` or `x<2 \\text{ or } x>3`, and the words between them."""
+    parts = [part.strip() for part in _AND.split(text)[::3]]
+    return parts, {found.group(1) or found.group(2) for found in _AND.finditer(text)}
 
 
 def _without_font(text: str) -> str:
