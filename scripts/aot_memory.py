@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="responses of the update, in place of the configuration's")
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--capacity", type=float, help="numerics.learner.expert_capacity, in place of the configuration's")
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -92,6 +93,8 @@ def measure(arguments: argparse.Namespace) -> dict:
     learner = make_learner(config, model)
     if arguments.execution:
         learner = replace(learner, numerics=replace(learner.numerics, execution=arguments.execution))
+    if arguments.capacity is not None:
+        learner = replace(learner, numerics=replace(learner.numerics, expert_capacity=arguments.capacity))
     if arguments.micro_batch is not None:
         learner = replace(learner, settings=replace(learner.settings, micro_batch=arguments.micro_batch))
     target = TARGETS[arguments.target]

@@ -1,5 +1,7 @@
 """Expert products against one dense product per expert."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from triage_jax.nvfp4 import DotRecipe, QuantSpec, quantized_dot, to_operand
 from triage_jax.nvfp4.grouped import grouped_dot, stacked_operand
+from triage_jax.nvfp4.stacked import stacked_nvfp4_gradients
 
 SIZES = np.array([5, 0, 11, 3, 13])
 E, M, N, K = len(SIZES), int(SIZES.sum()), 24, 32
@@ -90,6 +93,51 @@ def test_refusals():
         grouped_dot(x, w, sizes, ROWS, "te")
     with pytest.raises(ValueError, match="needs a DotRecipe"):
         grouped_dot(x, w, sizes, None, "emulated")
-    native = DotRecipe(weight=QuantSpec(), activation=QuantSpec(), backward="nvfp4")
-    with pytest.raises(ValueError, match="not grouped"):
-        grouped_dot(x, w, sizes, native, "emulated")
+
+
+NVFP4 = DotRecipe(
+    weight=QuantSpec(tile="16x16"), activation=QuantSpec(), backward="nvfp4", stochastic_rounding=False
+)
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("gradient", [QuantSpec(), QuantSpec(scope="row")], ids=["tensor", "row"])
+def test_nvfp4_gradients_are_those_of_a_stack_of_equal_experts(hadamard, gradient):
+    """Every expert in a buffer of 16 rows, of which the native layout's gradients are known to be right."""
+    recipe = replace(NVFP4, hadamard=hadamard, gradient=gradient)
+    x, w, g = _inputs(jnp.bfloat16)
+    _, pull = jax.vjp(jax.jit(lambda x, w: grouped_dot(x, w, jnp.asarray(SIZES), recipe, "emulated")), x, w)
+    at = np.concatenate([e * 16 + np.arange(size) for e, size in enumerate(SIZES)])
+
+    def stacked(rows):
+        return jnp.zeros((E * 16, rows.shape[1]), rows.dtype).at[at].set(rows).reshape(E, 16, -1)
+
+    dx, dw = stacked_nvfp4_gradients(stacked(x), w, stacked(g), recipe, "emulated", None)
+    ours = pull(g)
+    pairs = [(ours[0], dx.reshape(E * 16, K)[at]), (ours[1], dw)]
+    for a, b in pairs if gradient.scope == "tensor" else pairs[:1]:
+        b = np.asarray(b, np.float64)
+        difference = np.abs(np.asarray(a, np.float64) - b)
+        assert np.all(difference <= 2.0**-8 * np.abs(b) + 1e-5 * np.abs(b).max())
+    assert not np.any(ours[1][1]), "an expert without rows gets no gradient"
+
+
+def test_stochastic_rounding_is_unbiased():
+    x, w, g = _inputs()
+    exact = np.zeros((E, N, K))
+    for m in range(M):
+        exact[EXPERT[m]] += np.outer(np.asarray(g[m], np.float64), np.asarray(x[m], np.float64))
+    recipe = replace(NVFP4, stochastic_rounding=True)
+
+    def draw(key):
+        _, pull = jax.vjp(lambda w: grouped_dot(x, w, jnp.asarray(SIZES), recipe, "emulated", key), w)
+        return pull(g)[0]
+
+    keys = jax.random.split(jax.random.key(int(np.random.default_rng().integers(2**31))), 64)
+    draws = jax.jit(lambda keys: jax.lax.map(draw, keys))(keys)
+    assert np.std(draws, axis=0).max() > 0
+    # x is rounded to nearest, of which the bias is; the error of one draw is larger.
+    error = np.linalg.norm(np.mean(draws, axis=0) - exact) / np.linalg.norm(exact)
+    assert error < np.linalg.norm(draws[0] - exact) / np.linalg.norm(exact)
+    with pytest.raises(ValueError, match="needs a key"):
+        jax.grad(lambda x: grouped_dot(x, w, jnp.asarray(SIZES), recipe, "emulated").sum())(x)

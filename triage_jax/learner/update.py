@@ -15,7 +15,7 @@ from triage_jax.learner.optimizer import OptimizerConfig, make_optimizer
 from triage_jax.learner.sharding import MeshConfig
 from triage_jax.model import ModelConfig, Numerics, Params, TokenScores, head_of, token_logprobs
 from triage_jax.model.forward import forward_routed
-from triage_jax.model.layout import on_mesh
+from triage_jax.model.layout import gathered, on_mesh, split_rows
 from triage_jax.model.moe import NO_ROOM
 from triage_jax.objective import (
     Mean,
@@ -183,7 +183,10 @@ def _score(
     )
     width = batch.mask.shape[1]
     scores = token_logprobs(
-        hidden[:, -width - 1 : -1], head_of(params), batch.tokens[:, -width:], temperature=learner.temperature
+        split_rows(hidden[:, -width - 1 : -1]),
+        gathered(head_of(params)),
+        batch.tokens[:, -width:],
+        temperature=learner.temperature,
     )
     return scores, _overflow(learner.numerics, chosen, batch.valid)
 

@@ -18,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from triage_jax.model.activation import swiglu
+from triage_jax.model.attention import Attend, causal_attention
 from triage_jax.model.config import ModelConfig
 from triage_jax.model.layout import gathered, meshed, split_rows
 from triage_jax.model.moe import moe_mlp
@@ -25,7 +26,6 @@ from triage_jax.model.numerics import ATTENTION, MLP, Numerics, source_dtype, we
 from triage_jax.model.params import LayerParams, Params
 from triage_jax.nvfp4 import Operand, quantized_dot
 
-type Attend = Callable[[Array, Array, Array], Array]
 type Dot = Callable[..., tuple[Array, ...]]
 """`dot(x, *names)`: the products of x with the named weights of a layer"""
 
@@ -111,12 +111,11 @@ def forward_routed(
     With `numerics.expert_capacity`, `moe.NO_ROOM` where an expert was full, and at padding.
     """
     positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
-    steps = jnp.arange(tokens.shape[1])
-    mask = (steps[:, None] >= steps[None, :])[None, None] & valid[:, None, None, :]
     rotary = _rotary(positions, config)
+    attention = causal_attention(valid)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        return jax.nn.dot_product_attention(q, _cached(k, numerics), _cached(v, numerics), mask=mask)
+        return attention(q, _cached(k, numerics), _cached(v, numerics))
 
     def run(hidden: Array, stack: Any, numerics: Numerics) -> tuple[Array, Array | None]:
         def step(hidden: Array, given: tuple[LayerParams, Array | None, Array | None]):
@@ -131,7 +130,7 @@ def forward_routed(
 
     keys = None if key is None else jax.random.split(key, config.num_layers)
     stack: Any = (params.layers, routes, keys)
-    hidden = split_rows(_embed(params, tokens, numerics))
+    hidden = split_rows(_embed(replace(params, embed=gathered(params.embed)), tokens, numerics))
     first_high = config.num_layers - numerics.high_precision_layers
     if not 0 < first_high < config.num_layers:
         hidden, chosen = run(hidden, stack, numerics if first_high > 0 else numerics.unquantised)

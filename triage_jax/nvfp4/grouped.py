@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
+from triage_jax.nvfp4.backward import rounding_keys, whole
+from triage_jax.nvfp4.hadamard import rotate
 from triage_jax.nvfp4.operand import Operand, to_operand
-from triage_jax.nvfp4.spec import DotRecipe
+from triage_jax.nvfp4.spec import BLOCK, DotRecipe
 
 # Contraction over the last axes, x · wᵀ; over the outputs, g · w; over each group's own rows, gᵀ · x.
 _FORWARD = lax.RaggedDotDimensionNumbers(
@@ -35,8 +37,9 @@ def grouped_dot(
     Executions and gradients as in `quantized_dot`: "float32", "bf16", and "emulated", a BF16 product of dequantised
     operands with float32 accumulation. Each expert's weight has its own scope; the activations of all experts are one
     array, and so one scope "tensor". Rows past the last group give zeros.
-    Raises ValueError on another execution, on "emulated" without a recipe, on backward "nvfp4", whose gradient of the
-    weights would quantise along the tokens of each expert, and on shapes that do not contract.
+    `key` is for stochastic rounding, one per product and step.
+    Raises ValueError on another execution, on "emulated" without a recipe, on stochastic rounding without a key where
+    a gradient is taken, and on shapes that do not contract.
     """
     shape = w.values.shape if isinstance(w, Operand) else w.shape
     if len(shape) != 3 or x.ndim != 2 or x.shape[1] != shape[2] or group_sizes.shape != shape[:1]:
@@ -50,9 +53,7 @@ def grouped_dot(
         raise ValueError(f"grouped_dot: execution is {execution!r}; accepted: float32, bf16, emulated")
     if execution == "emulated" and recipe is None:
         raise ValueError("grouped_dot: execution 'emulated' needs a DotRecipe")
-    if execution == "emulated" and recipe is not None and recipe.backward == "nvfp4":
-        raise ValueError("grouped_dot: backward 'nvfp4' is not grouped; accepted: bf16, dequantized")
-    return _straight_through(x, w, group_sizes, recipe if execution == "emulated" else None)
+    return _straight_through(x, w, group_sizes, key, recipe if execution == "emulated" else None)
 
 
 def stacked_operand(w: Float[Array, "E N K"], recipe: DotRecipe) -> Operand:
@@ -69,17 +70,19 @@ def _plain(x: Array, w: Array | Operand, sizes: Array) -> Array:
     return y.astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _straight_through(x: Array, w: Array | Operand, sizes: Array, recipe: DotRecipe | None) -> Array:
-    return _forward(x, w, sizes, recipe)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _straight_through(
+    x: Array, w: Array | Operand, sizes: Array, key: Array | None, recipe: DotRecipe | None
+) -> Array:
+    return _forward(x, w, sizes, key, recipe)[0]
 
 
-type _Residuals = tuple[Array | Operand, Array | Operand, Array | None, Array]
-"""What the gradients are products of, an empty array of w's dtype (None: w has no gradient), the group sizes"""
+type _Residuals = tuple[Array | Operand, Array | Operand, Array | None, Array, Array | None]
+"""What the gradients are products of, an empty array of w's dtype (None: w has no gradient), the sizes, the key"""
 
 
 def _forward(
-    x: Array, w: Array | Operand, sizes: Array, recipe: DotRecipe | None
+    x: Array, w: Array | Operand, sizes: Array, key: Array | None, recipe: DotRecipe | None
 ) -> tuple[Array, _Residuals]:
     like_w = None if isinstance(w, Operand) else jnp.zeros(0, w.dtype)
     left, right = x, w
@@ -90,20 +93,66 @@ def _forward(
     y = _product(_values(left), _values(right), sizes, _FORWARD) * scale
     multiplied = recipe is not None and recipe.backward == "dequantized"
     kept = (left, right) if multiplied else (x, w)
-    return y.astype(x.dtype), (kept[0], kept[1], like_w, sizes)
+    return y.astype(x.dtype), (kept[0], kept[1], like_w, sizes, key)
 
 
-def _backward(recipe: DotRecipe | None, residuals: _Residuals, g: Array) -> tuple[Array, Array | None, None]:
-    x, w, like_w, sizes = residuals
+def _backward(
+    recipe: DotRecipe | None, residuals: _Residuals, g: Array
+) -> tuple[Array, Array | None, None, None]:
+    x, w, like_w, sizes, key = residuals
     if like_w is None:
         dx = _product(g * _row_scales(w, sizes, len(g)), _values(w), sizes, _INPUT)
-        return dx.astype(g.dtype), None, None
-    dx = _product(g, _dense(w), sizes, _INPUT)
-    dw = _product(g, _dense(x), sizes, _WEIGHT)
-    return dx.astype(g.dtype), dw.astype(like_w.dtype), None
+        return dx.astype(g.dtype), None, None, None
+    if recipe is not None and recipe.backward == "nvfp4":
+        dx, dw = _nvfp4_gradients(_values(x), _values(w), g, sizes, recipe, key)
+    else:
+        dx, dw = _product(g, _dense(w), sizes, _INPUT), _product(g, _dense(x), sizes, _WEIGHT)
+    return dx.astype(g.dtype), dw.astype(like_w.dtype), None, None
 
 
 _straight_through.defvjp(_forward, _backward)
+
+
+def _nvfp4_gradients(
+    x: Array, w: Array, g: Array, sizes: Array, recipe: DotRecipe, key: Array | None
+) -> tuple[Float32[Array, "M K"], Float32[Array, "E N K"]]:
+    """As `stacked.stacked_nvfp4_gradients`: blocks and rotations are of 16 rows of one expert.
+
+    But a gradient's scope "row" spans the tokens of all experts in dw.
+    """
+    for_outputs, for_tokens = rounding_keys(recipe, key)
+    outputs = to_operand(_filled(g), recipe.gradient, for_outputs)
+    columns = _filled(jnp.swapaxes(w, 1, 2))
+    turned = jax.vmap(lambda expert: to_operand(expert, whole(recipe.weight)))(columns)
+    scale = outputs.scale * _row_scales(turned, sizes, len(x))
+    dx = _product(outputs.values, turned.values, sizes, _FORWARD) * scale
+
+    rows, aligned = _aligned_rows(sizes, len(x))
+    gradient, activation = (
+        jnp.where(rows[:, None] < len(x), array.at[rows].get(mode="clip"), 0).T for array in (g, x)
+    )
+    if recipe.hadamard:
+        gradient, activation = rotate(gradient), rotate(activation)
+    left = to_operand(gradient, recipe.gradient, for_tokens)
+    right = to_operand(activation, whole(recipe.activation))
+    left_scale = left.scale.reshape(1, -1, 1) if left.scale.ndim else left.scale
+    dw = _product(left.values.T, right.values.T, aligned, _WEIGHT) * (left_scale * right.scale)
+    return dx, dw
+
+
+def _aligned_rows(sizes: Int[Array, "E"], rows: int) -> tuple[Int[Array, "slots"], Int[Array, "E"]]:
+    """Rows with every expert's first at a multiple of 16, `rows` where there is none; and the sizes so filled."""
+    filled = -(-sizes // BLOCK) * BLOCK
+    ends = jnp.cumsum(filled)
+    slots = jnp.arange(-(-rows // BLOCK) * BLOCK + BLOCK * len(sizes))
+    expert = jnp.minimum(jnp.searchsorted(ends, slots, side="right"), len(sizes) - 1)
+    within = slots - (ends - filled)[expert]
+    row = (jnp.cumsum(sizes) - sizes)[expert] + within
+    return jnp.where(within < sizes[expert], row, rows), filled
+
+
+def _filled(x: Float[Array, "... N"]) -> Float[Array, "... filled"]:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % BLOCK)])
 
 
 def _values(operand: Array | Operand) -> Array:
