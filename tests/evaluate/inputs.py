@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from triage_jax.evaluate.records import Record, read_records
 from triage_jax.tasks.arithmetic import ArithmeticConfig, ArithmeticTask
 
 PROBLEMS, SAMPLES = 8, 3
@@ -25,3 +26,11 @@ def arguments(out: Path, file: Path, *more: str) -> list[str]:
         *("--local.batch-size", str(BATCH), "--local.prompt-bucket", "10"),
         *more,
     ]
+
+
+def records(out: Path) -> dict[tuple[str, int], Record]:
+    """Every sample of an evaluation, once."""
+    found = list(read_records(out / "samples.jsonl"))
+    by_sample = {(record.problem, record.sample): record for record in found}
+    assert len(by_sample) == len(found), "a sample was drawn twice"
+    return by_sample

@@ -1,49 +1,21 @@
-"""Whole evaluations of the quickstart model through the local engine: results, kills, signals, refusals."""
+"""Whole evaluations of the quickstart model through the local engine: results, refusals, what is read again."""
 
 import fcntl
 import json
-import os
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from collections import Counter
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import yaml
 
-from tests.evaluate.inputs import BATCH, PROBLEMS, SAMPLES, arguments, write_sums
-from tests.golden import ROOT
+from tests.evaluate.inputs import PROBLEMS, SAMPLES, arguments, records
 from triage_jax.evaluate.__main__ import main
-from triage_jax.evaluate.records import read_records
 from triage_jax.rollout import LocalEngine
 from triage_jax.run import resolve_model
 
 TOTAL = PROBLEMS * SAMPLES
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory) -> Path:
-    return write_sums(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, file) -> Path:
-    """An uninterrupted evaluation."""
-    out = tmp_path_factory.mktemp("runs") / "finished"
-    assert main(arguments(out, file)) == 0
-    return out
-
-
-def records(out: Path) -> dict[tuple[str, int], object]:
-    found = list(read_records(out / "samples.jsonl"))
-    by_sample = {(record.problem, record.sample): record for record in found}
-    assert len(by_sample) == len(found), "a sample was drawn twice"
-    return by_sample
 
 
 def test_what_it_leaves_behind(finished, file):
@@ -102,77 +74,6 @@ def test_another_process_draws_the_same(finished, file, tmp_path):
     same = [more[key].response == record.response for key, record in less.items()]
     assert all(more[key].seed == record.seed for key, record in less.items())
     assert np.mean(same) > 0.9, "float32 in batches of another make-up: the last bit may differ, no more"
-
-
-def start(command: list[str]) -> subprocess.Popen:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(jax.device_count())}
-    return subprocess.Popen(
-        [sys.executable, "-m", "triage_jax.evaluate", *command],
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def wait_for_samples(out: Path, count: int, process: subprocess.Popen) -> None:
-    path, deadline = out / "samples.jsonl", time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        if path.exists() and path.read_bytes().count(b"\n") >= count:
-            return
-        time.sleep(0.002)
-    pytest.fail(f"{count} samples were not reached; the process printed: {process.communicate()[0]}")
-
-
-def test_kill_at_any_moment_loses_no_finished_sample(file, finished, tmp_path, capsys):
-    out = tmp_path / "killed"
-    process = start(arguments(out, file))
-    wait_for_samples(out, 6, process)
-    process.kill()
-    process.communicate()
-    path = out / "samples.jsonl"
-    content = path.read_bytes()
-    kept = content.count(b"\n")
-    assert 6 <= kept < TOTAL
-    path.write_bytes(content[: content.rfind(b"\n") + 1] + b'{"problem": "sums:1", "sam')
-    assert main(arguments(out, file)) == 0
-    printed = capsys.readouterr().out
-    assert "cut off a half-written line of 26 bytes" in printed
-    assert f"{kept} of {TOTAL} samples are there already" in printed
-    assert path.read_bytes().startswith(content[: content.rfind(b"\n") + 1])
-    ours, whole = records(out), records(finished)
-    assert ours.keys() == whole.keys()
-    assert all(ours[key].seed == whole[key].seed for key in whole)
-
-
-def test_sigterm_stops_cleanly(file, tmp_path):
-    out = tmp_path / "stopped"
-    process = start(arguments(out, file, "--samples", "60"))
-    wait_for_samples(out, BATCH, process)
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, printed
-    assert "SIGTERM: every finished sample is in" in printed
-    assert BATCH <= len(records(out)) < PROBLEMS * 60
-    assert (out / "samples.jsonl").read_bytes().endswith(b"\n")
-
-
-def test_an_interrupt_keeps_the_batch_that_was_running(finished, file, tmp_path, capsys, monkeypatch):
-    out, original = tmp_path / "stopped", LocalEngine.generate
-
-    def interrupted(self, requests, sampling, progress=None):
-        samples = original(self, requests, sampling, progress)
-        signal.raise_signal(signal.SIGINT)
-        return samples
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalEngine, "generate", interrupted)
-        assert main(arguments(out, file)) == 0
-    assert "SIGINT: every finished sample is in" in capsys.readouterr().out
-    assert len(records(out)) == BATCH
-    assert f"Incomplete: {TOTAL - BATCH} samples are missing" in (out / "table.md").read_text()
-    assert main(arguments(out, file)) == 0
-    assert records(out) == records(finished), "the batches were cut where they would have been anyway"
 
 
 @pytest.mark.parametrize(
