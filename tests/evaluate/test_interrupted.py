@@ -16,7 +16,7 @@ from triage_jax.evaluate.__main__ import main
 from triage_jax.rollout import LocalEngine
 
 TOTAL = PROBLEMS * SAMPLES
-MANY = 60
+MANY = 30
 """Samples per problem of runs that must not end before they are interrupted"""
 
 
