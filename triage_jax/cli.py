@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
 
     Raises ConfigError for a bad file; unknown flags end the process with status 2 and a suggestion, as tyro does.
     """
-    default = from_dict(TrainConfig, *_defaults(arguments))
+    default = from_dict(TrainConfig, *yaml_defaults(arguments, [packaged_config("quickstart.yaml")]))
     try:
         command = tyro.cli(
             _Command,
@@ -63,15 +63,15 @@ def parse(arguments: Sequence[str]) -> Invocation:
     )
 
 
-def _defaults(arguments: Sequence[str]) -> tuple[dict, str]:
-    """The YAML files named by --config, one laid over the other, read before tyro builds its flags."""
+def yaml_defaults(arguments: Sequence[str], otherwise: Sequence[Path] = ()) -> tuple[dict[str, Any], str]:
+    """The YAML files named by --config, or `otherwise`, one laid over the other, read before tyro builds its flags."""
     paths: list[Path] = []
     for index, argument in enumerate(arguments):
         if argument == "--config" and index + 1 < len(arguments):
             paths.append(Path(arguments[index + 1]))
         elif argument.startswith("--config="):
             paths.append(Path(argument.removeprefix("--config=")))
-    paths = paths or [packaged_config("quickstart.yaml")]
+    paths = paths or list(otherwise)
     data: dict[str, Any] = {}
     for path in paths:
         data = laid_over(data, load_yaml(path))

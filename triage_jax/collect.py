@@ -1,5 +1,6 @@
 """From a task's problems to an update's batch: prompts, requests, rewards, arrays."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from triage_jax.objective import balance_advantages
 from triage_jax.rollout import Request, Sample, SamplingParams
 from triage_jax.run import Run
 from triage_jax.tasks.jsonl import DataError
-from triage_jax.tasks.prompts import encode_prompt
+from triage_jax.tasks.prompts import encode_prompt, scored_text
 from triage_jax.tasks.protocol import Problem, Verdict, stable_hash
 
 
@@ -93,7 +94,7 @@ def reward(run: Run, prompts: Prompts, samples: list[Sample]) -> list[Verdict]:
     group = run.config.rollout.samples_per_prompt
     return run.task.score_batch(
         [
-            (run.codec.response_text(sample.token_ids.tolist()), prompts.problems[index // group])
+            (_text(run, prompts.ids[index // group], sample), prompts.problems[index // group])
             for index, sample in enumerate(samples)
         ]
     )
@@ -151,7 +152,11 @@ def held_out(run: Run) -> HeldOut:
             asked.append(problem)
     alone = replace(sampling(config), routed_experts=False)
     samples = run.engine.generate(requests, alone) if requests else []
-    texts = [run.codec.response_text(sample.token_ids.tolist()) for sample in samples]
+    texts = [_text(run, r.prompt_ids, sample) for r, sample in zip(requests, samples, strict=True)]
     verdicts = run.task.score_batch(list(zip(texts, asked, strict=True)))
     right = sum(verdict.reward >= 0.5 for verdict in verdicts)
     return HeldOut(right=right, samples=len(samples), problems=len(fitting))
+
+
+def _text(run: Run, prompt: Sequence[int], sample: Sample) -> str:
+    return scored_text(prompt, sample.token_ids.tolist(), run.codec)

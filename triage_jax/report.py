@@ -38,7 +38,7 @@ class Progress:
         if not self._console.is_terminal:
             return
         if self._bar is None:
-            self._bar = _sampling_bar(self._console)
+            self._bar = sampling_bar(self._console)
             self._bar.add_task("sampling", total=self._rows, rate=0.0)
             self._bar.start()
         (task,) = self._bar.tasks
@@ -59,12 +59,15 @@ class Progress:
         self.note(f"held out, step {step}: {_share(right, samples)}")
 
 
-def _sampling_bar(console: Console) -> rich_progress.Progress:
+def sampling_bar(console: Console, *more: str, remaining: bool = False) -> rich_progress.Progress:
+    """Samples and tokens per second (field `rate`), `more` columns of text, elapsed or remaining time."""
+    time = rich_progress.TimeRemainingColumn() if remaining else rich_progress.TimeElapsedColumn()
+    counted = "{task.completed}/{task.total} samples, {task.fields[rate]:,.0f} tokens/s"
     return rich_progress.Progress(
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
-        rich_progress.TextColumn("{task.completed}/{task.total} samples, {task.fields[rate]:,.0f} tokens/s"),
-        rich_progress.TimeElapsedColumn(),
+        *(rich_progress.TextColumn(text) for text in (counted, *more)),
+        time,
         console=console,
         transient=True,
     )

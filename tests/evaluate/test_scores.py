@@ -8,10 +8,9 @@ import pytest
 from triage_jax.evaluate.benchmarks import Benchmark
 from triage_jax.evaluate.records import Record, RecordError
 from triage_jax.evaluate.scores import make_result, markdown, problem_rows, to_json
-from triage_jax.evaluate.scoring import Scorer, opening_of
+from triage_jax.evaluate.scoring import Scorer
 from triage_jax.evaluate.tally import Tally
 from triage_jax.tasks.protocol import Problem
-from triage_jax.tasks.tokenizer import char_codec
 
 
 def benchmark(name, count, *, rows=None, matching="math"):
@@ -126,11 +125,7 @@ def test_each_file_is_scored_as_it_asks():
         scorer.close()
 
 
-def test_a_thought_that_the_template_opened_and_the_limit_cut_off_holds_no_answer():
-    codec = char_codec("abcdefghijklmnopqrstuvwxyz<>/?\n ")
-    assert opening_of(codec.encode("what?\n<think>\n"), codec) == "<think>"
-    assert opening_of(codec.encode("<think>\n</think>\n"), codec) == ""
-    assert opening_of(codec.encode("<think> what?"), codec) == ""
+def test_a_thought_that_the_limit_cut_off_holds_no_answer():
     scorer = Scorer([benchmark("math500", 1)])
     assert scorer.score("math500:1", r"<think>perhaps \boxed{18}").status == "no_answer"
     assert scorer.score("math500:1", r"<think>perhaps \boxed{17}</think>\boxed{18}").status == "right"

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from triage_jax.tasks.arithmetic import ArithmeticConfig, ArithmeticTask
-from triage_jax.tasks.prompts import encode_prompt, filter_prompts, render_chat
+from triage_jax.tasks.prompts import encode_prompt, filter_prompts, render_chat, scored_text
 from triage_jax.tasks.protocol import Problem
 from triage_jax.tasks.tokenizer import char_codec, load_tokenizer, save_tokenizer
 
@@ -154,3 +154,14 @@ def test_characters_round_trip_and_unknown_ones_are_refused(tmp_path):
         0,
         dict(codec.special_tokens),
     )
+
+
+def test_a_thought_that_the_template_opened_stands_before_the_scored_response():
+    codec = char_codec("abcdefghijklmnopqrstuvwxyz<>/?\n ")
+    response = codec.encode("so")
+    for prompt, expected in [
+        ("what?\n<think>\n", "<think>so"),
+        ("<think>\n</think>\n", "so"),
+        ("<think> what?", "so"),
+    ]:
+        assert scored_text(codec.encode(prompt), response, codec) == expected

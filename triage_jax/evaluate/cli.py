@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from triage_jax.config import ConfigError, from_dict, laid_over, load_yaml
+from triage_jax.cli import yaml_defaults
+from triage_jax.config import ConfigError, from_dict
 from triage_jax.evaluate.config import EvaluateConfig
 
 PROGRAM = "python -m triage_jax.evaluate"
@@ -64,7 +65,7 @@ class Rescore:
 
 def parse(arguments: Sequence[str]) -> Invocation:
     """Flags over the YAML files they name; raises ConfigError for a bad file, exits with status 2 for a bad flag."""
-    default = from_dict(EvaluateConfig, *_defaults(arguments))
+    default = from_dict(EvaluateConfig, *yaml_defaults(arguments))
     try:
         command = tyro.cli(
             _Evaluate,
@@ -86,17 +87,3 @@ def parse_compare(arguments: Sequence[str]) -> Compare:
 def parse_rescore(arguments: Sequence[str]) -> Rescore:
     text = "Repeat the verdicts of an evaluation on the responses it kept; samples nothing."
     return tyro.cli(Rescore, prog=f"{PROGRAM} rescore", description=text, args=list(arguments))
-
-
-def _defaults(arguments: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """The YAML files named by --config, one laid over the other, read before tyro builds its flags."""
-    paths: list[Path] = []
-    for index, argument in enumerate(arguments):
-        if argument == "--config" and index + 1 < len(arguments):
-            paths.append(Path(arguments[index + 1]))
-        elif argument.startswith("--config="):
-            paths.append(Path(argument.removeprefix("--config=")))
-    data: dict[str, Any] = {}
-    for path in paths:
-        data = laid_over(data, load_yaml(path))
-    return data, " + ".join(map(str, paths))

@@ -7,6 +7,7 @@ from rich import progress as rich_progress
 from rich.console import Console
 
 from triage_jax.evaluate.records import Record
+from triage_jax.report import sampling_bar
 
 EVERY_SECONDS = 30.0
 """Between two lines where there is no terminal"""
@@ -22,7 +23,7 @@ class SampleProgress:
         self._started = self._said = time.monotonic()
         self._bar: rich_progress.Progress | None = None
         if console.is_terminal:
-            self._bar = _bar(console)
+            self._bar = sampling_bar(console, "{task.fields[right]}", remaining=True)
             self._bar.add_task("sampling", total=total, completed=finished, rate=0.0, right="")
             self._bar.start()
 
@@ -54,16 +55,3 @@ class SampleProgress:
     def _rate(self, now: float) -> float:
         """Tokens per second of this process's samples."""
         return self._tokens / max(now - self._started, 1e-9)
-
-
-def _bar(console: Console) -> rich_progress.Progress:
-    return rich_progress.Progress(
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.TextColumn(
-            "{task.completed}/{task.total} samples, {task.fields[rate]:,.0f} tokens/s, {task.fields[right]}"
-        ),
-        rich_progress.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )

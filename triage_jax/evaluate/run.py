@@ -15,13 +15,14 @@ from triage_jax.evaluate.plan import print_plan
 from triage_jax.evaluate.progress import SampleProgress
 from triage_jax.evaluate.records import Record, RecordFile
 from triage_jax.evaluate.scores import Result, make_result, markdown, problem_rows, to_json
-from triage_jax.evaluate.scoring import Scorer, opening_of
+from triage_jax.evaluate.scoring import Scorer
 from triage_jax.evaluate.served import ServedEngine
 from triage_jax.evaluate.subject import Subject
 from triage_jax.evaluate.tally import Tally
 from triage_jax.metrics import write_atomically
 from triage_jax.rollout import Engine, EngineError, Request, Sample
 from triage_jax.run import Stop, StopSignal
+from triage_jax.tasks.prompts import scored_text
 from triage_jax.tasks.protocol import stable_hash
 
 
@@ -116,7 +117,7 @@ def _finish(subject: Subject, sample: Sample, seed: int, scorer: Scorer, records
         raise EngineError(f"sample {sample.uid} was cut off by the server again and again")
     uid, _, number = sample.uid.rpartition("/")
     ids = sample.token_ids.tolist()
-    response = opening_of(subject.prompts[uid], subject.codec) + subject.codec.response_text(ids)
+    response = scored_text(subject.prompts[uid], ids, subject.codec)
     verdict = scorer.score(uid, response)
     record = Record(
         problem=uid,

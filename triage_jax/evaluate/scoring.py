@@ -5,10 +5,7 @@ from collections.abc import Sequence
 from triage_jax.evaluate.benchmarks import Benchmark
 from triage_jax.tasks.arithmetic import ArithmeticConfig, ArithmeticTask
 from triage_jax.tasks.protocol import Problem, Verdict
-from triage_jax.tasks.tokenizer import TextCodec
 from triage_jax.tasks.verify import MathVerifier
-
-THINK = "<think>"
 
 
 class Scorer:
@@ -33,12 +30,3 @@ class Scorer:
 
     def close(self) -> None:
         self._verifier.close()
-
-
-def opening_of(prompt: Sequence[int], codec: TextCodec) -> str:
-    """`<think>` where the chat template has opened the thought itself, else nothing.
-
-    Put before the response: a thought that the token limit cut off would else be read as an answer.
-    """
-    tail = codec.decode(prompt[-8:], skip_special_tokens=False).rstrip()
-    return THINK if tail.endswith(THINK) else ""

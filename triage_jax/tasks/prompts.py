@@ -1,7 +1,7 @@
 """Problems as token ids: chat template, encoding, and the length limit."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -13,6 +13,8 @@ from triage_jax.tasks.protocol import Problem
 from triage_jax.tasks.tokenizer import TextCodec
 
 Message = Mapping[str, str]
+
+THINK = "<think>"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,15 @@ def render_chat(messages: list[Message], codec: TextCodec, *, enable_thinking: b
         )
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template refused {len(messages)} messages: {error}") from error
+
+
+def scored_text(prompt: Sequence[int], response: Sequence[int], codec: TextCodec) -> str:
+    """A response as a verifier should read it: with `<think>` before it where the chat template opened the thought.
+
+    A thought that the token limit cut off would else be read as an answer.
+    """
+    tail = codec.decode(prompt[-8:], skip_special_tokens=False).rstrip()
+    return (THINK if tail.endswith(THINK) else "") + codec.response_text(response)
 
 
 def filter_prompts(
