@@ -72,7 +72,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="responses of the update, in place of the configuration's")
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--new-tokens", type=int)
-    parser.add_argument("--capacity", type=float, help="numerics.learner.expert_capacity, in place of the configuration's")
+    parser.add_argument(
+        "--capacity", type=float, help="numerics.learner.expert_capacity, in place of the configuration's"
+    )
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
