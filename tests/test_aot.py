@@ -100,14 +100,30 @@ def test_experts_over_eight_devices():
     assert set(aot.collectives(compiled)) == {"all-reduce"}
 
 
-def learner(execution: str) -> Learner:
+EXPERTS = {"architecture": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "norm_topk_prob": True}
+COLLECTIVES = {"all-gather", "reduce-scatter", "all-reduce"}
+ROWS, PROMPT, RESPONSE = 16, 32, 96
+
+
+def learner(numerics: Numerics, **model) -> Learner:
+    """Two kv heads, which do not divide over the four devices that share the parameters."""
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "vocab_size": 512,
+    }
     return Learner(
-        # Key heads divide over `fsdp`: XLA would split a head otherwise, which JAX cannot name for a native product.
-        model=tiny_config(
-            hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=4, vocab_size=512
-        ),
-        numerics=Numerics(execution=execution, layers="linear", activation=ROW),
-        settings=LearnerConfig(mesh=MeshConfig(data=2, fsdp=4)),
+        model=tiny_config(**(sizes | model)),
+        numerics=numerics,
+        settings=LearnerConfig(micro_batch=8, mesh=MeshConfig(data=2, fsdp=4)),
+    )
+
+
+def compiled_update(learner: Learner):
+    return aot.compile_update(
+        learner, aot.B200, rows=ROWS, prompt_tokens=PROMPT, new_tokens=RESPONSE, options=QUICK
     )
 
 
@@ -115,29 +131,48 @@ def learner(execution: str) -> Learner:
 @pytest.mark.parametrize(
     ("execution", "products"),
     [
-        ("scaled_matmul", 13),
+        ("scaled_matmul", 7),
         pytest.param("emulated", 0, marks=pytest.mark.slow),
         pytest.param("bf16", 0, marks=pytest.mark.slow),
     ],
 )
 def test_an_update_over_eight_gpus(execution, products):
-    """Seven products a layer; recomputed for the gradient, all but the last, whose result it never uses."""
-    rows, prompt, response = 16, 32, 96
-    compiled = aot.compile_update(
-        learner(execution), aot.B200, rows=rows, prompt_tokens=prompt, new_tokens=response, options=QUICK
-    )
+    """Four products a layer, q/k/v and gate/up joined; recomputed for the gradient, but the last, whose result it
+    never uses. Rows stay where they are: weights are gathered, gradients summed, and nothing else travels.
+    """
+    made = learner(Numerics(execution=execution, layers="linear", activation=ROW, fused_shards=True))
+    compiled = compiled_update(made)
     assert aot.custom_calls(compiled)[FP4] == products
     found = aot.collectives(compiled)
+    assert set(found) <= COLLECTIVES
     assert found["all-gather"] > 0  # a layer's weights
     assert found["reduce-scatter"] + found["all-reduce"] > 0  # their gradient
     memory = aot.device_memory(compiled)
     # Float32 weights and two moments over four devices; tokens, masks and two log-probabilities over eight.
-    model = learner(execution).model
-    matrices = 512 * 128 + 2 * (128 * (2 * 128 + 2 * 64) + 3 * 128 * 256)
-    batch = rows * ((prompt + response) * (4 + 1) + response * (1 + 4 + 4) + 4) / 8
+    model = made.model
+    matrices = 512 * 128 + 2 * (128 * (2 * 128 + 2 * 32) + 3 * 128 * 256)
+    batch = ROWS * ((PROMPT + RESPONSE) * (4 + 1) + RESPONSE * (1 + 4 + 4) + 4) / 8
     assert model.num_layers == 2
     assert memory["arguments"] == pytest.approx(12 * matrices / 4 + batch, rel=0.05)
     assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    ("backward", "products"), [("dequantized", 4), pytest.param("nvfp4", 8, marks=pytest.mark.slow)]
+)
+def test_experts_of_an_update_over_eight_gpus(backward, products):
+    """gate/up and down, and again for the gradient; with FP4 gradients two more of each. No row leaves its device."""
+    numerics = Numerics(
+        execution="scaled_matmul",
+        expert_capacity=2.0,
+        fused_shards=True,
+        backward=backward,
+        stochastic_rounding=False,
+    )
+    compiled = compiled_update(learner(numerics, **EXPERTS))
+    assert aot.custom_calls(compiled)[FP4] == products
+    assert set(aot.collectives(compiled)) <= COLLECTIVES
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

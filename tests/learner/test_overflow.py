@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from tests.tiny import tiny_config, tiny_params
-from triage_jax.learner import Learner, LearnerConfig, RolloutBatch, init_state, update
+from triage_jax.learner import (
+    Learner,
+    LearnerConfig,
+    MeshConfig,
+    RolloutBatch,
+    batch_sharding,
+    init_state,
+    make_mesh,
+    parameter_shardings,
+    update,
+)
 from triage_jax.model import Numerics
 from triage_jax.objective import finalize
 
@@ -76,3 +86,25 @@ def test_room_for_all_overflows_nothing_and_no_limit_counts_nothing():
 def test_an_impossible_share_is_refused():
     with pytest.raises(ValueError, match=r"max_overflow is 1\.5; accepted: a share, 0 to 1"):
         LearnerConfig(max_overflow=1.5)
+
+
+def test_eight_devices_give_the_loss_and_gradient_of_one():
+    """Every device fills its own part of each expert's buffer; weights are gathered, gradients summed."""
+    batch = _batch(np.array([1, 3]), np.ones((ROWS, PROMPT + RESPONSE), bool))
+    batch = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf[::-1]]), batch.replace(routes=None))
+    results = []
+    for mesh in (MeshConfig(), MeshConfig(data=2, fsdp=4)):
+        settings = LearnerConfig(mesh=mesh)
+        learner = replace(LEARNER, numerics=replace(LEARNER.numerics, expert_capacity=4.0), settings=settings)
+        grid = make_mesh(mesh)
+        state = init_state(learner, tiny_params(MODEL))
+        state = jax.device_put(state, parameter_shardings(state, grid))
+        placed = jax.device_put(batch, batch_sharding(grid))
+        results.append(jax.block_until_ready(update(learner, state, placed, placed.sampler_logp)))
+    (one, single), (eight, sharded) = results
+    assert float(finalize(sharded.metrics)[OVERFLOW]) == 0.0
+    np.testing.assert_allclose(sharded.loss, single.loss, rtol=1e-4)
+    np.testing.assert_allclose(sharded.grad_norm, single.grad_norm, rtol=1e-4)
+    moments = (state.opt_state[1][0].mu.layers for state in (eight, one))
+    for ours, theirs in zip(*map(jax.tree.leaves, moments), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from triage_jax.model.layout import BATCH_AXES, longest_axis
+from triage_jax.model.layout import BATCH_AXES, split_axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def parameter_shardings[Tree](tree: Tree, mesh: Mesh) -> Tree:
-    """For every array the sharding that splits its longest axis divisible by `fsdp`; small or odd ones are replicated.
+    """For every array the sharding that splits it over `fsdp` (`split_axis`); vectors and odd sizes are replicated.
 
     Works on parameters and on optimiser state alike, since the moments have the parameters' shapes.
     """
     parts = mesh.shape["fsdp"]
 
     def place(leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-        axis = longest_axis(leaf.shape, parts)
+        axis = split_axis(leaf.shape, parts)
         if parts == 1 or axis is None:
             return replicated(mesh)
         return NamedSharding(mesh, PartitionSpec(*(None,) * axis, "fsdp"))

@@ -291,7 +291,7 @@ def _gathered(layer: LayerParams, numerics: Numerics) -> LayerParams:
         return layer
     names = [name for name in (*ATTENTION, *MLP, "router") if getattr(layer, name) is not None]
     cast = {name: getattr(layer, name).astype(source_dtype(name, numerics)) for name in names}
-    return gathered(replace(layer, **cast))
+    return gathered(replace(layer, **cast), layer=True)
 
 
 def _dots(layer: LayerParams, numerics: Numerics, key: Array | None = None) -> Dot:

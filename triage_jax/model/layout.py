@@ -6,6 +6,7 @@ nothing unless the function runs inside `on_mesh`, so that one device is none of
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -45,33 +46,44 @@ def split_rows(x: Array, axis: int = 0) -> Array:
     return _placed(x, mesh, PartitionSpec(*(None,) * axis, BATCH_AXES))
 
 
-def gathered[Tree](tree: Tree) -> Tree:
-    """Weights whole on every device; their gradients are split over `fsdp` as the parameters are."""
-    return jax.tree.map(_gathered, tree) if _mesh() is not None else tree
+def gathered[Tree](tree: Tree, *, layer: bool = False) -> Tree:
+    """Weights whole on every device; their gradients are split over `fsdp` as the parameters are.
+
+    layer: these are one layer's, which the parameters hold as a stack.
+    """
+    return jax.tree.map(partial(_gathered, layer), tree) if meshed() else tree
 
 
-def longest_axis(shape: Sequence[int], parts: int) -> int | None:
-    """The axis along which `fsdp` splits a parameter: the longest that divides; None for vectors and odd sizes."""
-    divisible = [axis for axis, size in enumerate(shape) if size % parts == 0 and size >= parts]
-    return max(divisible, key=lambda axis: shape[axis]) if len(shape) > 1 and divisible else None
+def split_axis(shape: Sequence[int], parts: int) -> int | None:
+    """The axis along which `fsdp` splits a parameter; None for vectors and odd sizes.
+
+    The last that divides of stacked layers, which a matrix's inputs are: split along the outputs, weights that are
+    joined to one product (q/k/v, gate/up) would have to move between devices. Of embedding and head the longest.
+    """
+    divisible = [axis for axis, size in enumerate(shape) if size % parts == 0]
+    if len(shape) < 2 or not divisible:
+        return None
+    return divisible[-1] if len(shape) > 2 else max(divisible, key=lambda axis: shape[axis])
 
 
-@jax.custom_vjp
-def _gathered(leaf: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(layer: bool, leaf: Array) -> Array:
     mesh = _mesh()
     return leaf if mesh is None else _placed(leaf, mesh, PartitionSpec())
 
 
-def _forward(leaf: Array) -> tuple[Array, None]:
-    return _gathered(leaf), None
+def _forward(layer: bool, leaf: Array) -> tuple[Array, None]:
+    return _gathered(layer, leaf), None
 
 
-def _backward(_: None, gradient: Array) -> tuple[Array]:
-    mesh = _mesh()
-    axis = None if mesh is None else longest_axis(gradient.shape, mesh.shape["fsdp"])
+def _backward(layer: bool, _: None, gradient: Array) -> tuple[Array]:
+    mesh, stacked = _mesh(), 1 if layer else 0
+    # One layer of a stack: an axis of size 1 in front, which never is the one.
+    shape = (1,) * stacked + gradient.shape
+    axis = None if mesh is None else split_axis(shape, mesh.shape["fsdp"])
     if mesh is None or axis is None:
         return (gradient,)
-    return (_placed(gradient, mesh, PartitionSpec(*(None,) * axis, "fsdp")),)
+    return (_placed(gradient, mesh, PartitionSpec(*(None,) * (axis - stacked), "fsdp")),)
 
 
 _gathered.defvjp(_forward, _backward)
