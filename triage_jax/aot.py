@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from triage_jax.learner import (
     Learner,
+    MeshConfig,
     RolloutBatch,
     batch_sharding,
     init_state,
@@ -134,6 +135,12 @@ def target_devices(target: GpuTarget, count: int = 1) -> tuple[Device, ...]:
     return tuple(topology.devices)
 
 
+def target_mesh(target: GpuTarget, shape: MeshConfig) -> Mesh:
+    """A learner's mesh of such devices."""
+    grid = np.asarray(target_devices(target, shape.data * shape.fsdp)).reshape(shape.data, shape.fsdp)
+    return Mesh(grid, BATCH_AXES, axis_types=(AxisType.Auto,) * 2)
+
+
 @cache
 def unavailable() -> str | None:
     """Why nothing can be compiled for a GPU here; None where it can."""
@@ -186,10 +193,7 @@ def compile_update(
     options: Mapping[str, str] | None = None,
 ) -> Compiled:
     """One update of `rows` responses on the learner's mesh of `target` GPUs, from shapes alone: no weight exists."""
-    shape = learner.settings.mesh
-    devices = target_devices(target, shape.data * shape.fsdp)
-    grid = np.asarray(devices).reshape(shape.data, shape.fsdp)
-    mesh = Mesh(grid, BATCH_AXES, axis_types=(AxisType.Auto,) * 2)
+    mesh = target_mesh(target, learner.settings.mesh)
 
     def array(sharding: Sharding, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -209,7 +213,7 @@ def compile_update(
         state,
         parameter_shardings(state, mesh),
     )
-    return compile_for(update, (learner, state, batch, batch.sampler_logp), devices, options)
+    return compile_for(update, (learner, state, batch, batch.sampler_logp), tuple(mesh.devices.flat), options)
 
 
 def custom_calls(compiled: Compiled) -> Counter[str]:

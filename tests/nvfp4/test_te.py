@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 
 import jax
@@ -17,9 +18,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.nvfp4 import te_stand_in
+from tests.tiny import tiny_config
 from triage_jax import aot
+from triage_jax.learner import Learner, LearnerConfig, MeshConfig
+from triage_jax.model import Numerics
 from triage_jax.nvfp4 import DotRecipe, QuantSpec, quantized_dot, te
 from triage_jax.nvfp4.hadamard import SIGNS
+from triage_jax.nvfp4.stacked import stacked_dot
 
 NATIVE = DotRecipe(weight=QuantSpec(tile="16x16"), activation=QuantSpec(), backward="nvfp4")
 PLAIN = replace(NATIVE, weight=QuantSpec(), hadamard=False, stochastic_rounding=False)
@@ -316,3 +321,52 @@ def test_a_package_without_its_libraries_says_what_is_missing():
         te.TransformerEngineError, match=r"cannot be imported \(\w+: .*'scaled_matmul' can do without"
     ):
         te.load()
+
+
+@needs_package
+@pytest.mark.usefixtures("stand_in")
+def test_experts_are_multiplied_one_after_the_other():
+    """A loop whose body holds the three products once, forward and gradient, whatever the number of experts."""
+    x, w = (jax.ShapeDtypeStruct((8, *s.shape), s.dtype) for s in (X, W))
+
+    def loss(x, w, key):
+        return jnp.sum(stacked_dot(x, w, NATIVE, "te", key).astype(jnp.float32) ** 2)
+
+    assert jax.eval_shape(partial(stacked_dot, recipe=NATIVE, execution="te"), x, w, key=KEY).shape == (
+        8,
+        M,
+        N,
+    )
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(x, w, KEY)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @te_gemm_v2_ffi") == 3
+
+
+@needs_package
+@pytest.mark.usefixtures("compiler", "stand_in")
+def test_an_update_of_experts_compiles_over_eight_devices():
+    """gate, up and down, again for the gradient but for what it does not need, and two gradients of each."""
+    learner = Learner(
+        model=tiny_config(
+            architecture="qwen3_moe",
+            num_experts=8,
+            experts_per_token=2,
+            hidden_size=128,
+            intermediate_size=256,
+            num_heads=8,
+            num_kv_heads=2,
+            vocab_size=512,
+        ),
+        numerics=Numerics(
+            execution="te",
+            expert_capacity=2.0,
+            activation=QuantSpec(scope="shard", shards=8),
+            weight=QuantSpec(tile="16x16"),
+            backward="nvfp4",
+        ),
+        settings=LearnerConfig(mesh=MeshConfig(data=2, fsdp=4)),
+    )
+    mesh = aot.target_mesh(aot.B200, learner.settings.mesh)
+    with te.te_mesh(mesh):
+        compiled = aot.compile_update(learner, aot.B200, rows=8, prompt_tokens=32, new_tokens=96)
+    assert aot.custom_calls(compiled)["te_gemm_v2_ffi"] == 12
+    assert "all-to-all" not in aot.collectives(compiled)
