@@ -152,6 +152,7 @@ def test_the_table_names_everything():
 
 
 MODEL = tiny_config(hidden_size=256, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=64)
+EXPERTS = replace(MODEL, architecture="qwen3_moe", num_experts=4, experts_per_token=2)
 NUMERICS = Numerics()
 
 
@@ -185,11 +186,12 @@ def test_attention_is_checked_only_where_it_is_quantised():
 
 
 def test_what_the_products_refuse_is_refused_here(monkeypatch):
-    """A mixture's products take no native gradient: their own message, with the field in front of it."""
-    experts = replace(MODEL, architecture="qwen3_moe", num_experts=4, experts_per_token=2)
-    check_execution("emulated", experts, NUMERICS)
-    with pytest.raises(ExecutionError, match=r"^numerics\.learner\.execution 'emulated': .*backward"):
-        check_execution("emulated", experts, replace(NUMERICS, backward="nvfp4"))
+    """Experts' buffers hold no runs of the batch's rows: their own message, with the field in front of it."""
+    native = replace(NUMERICS, execution="scaled_matmul")
+    check_execution("scaled_matmul", EXPERTS, native)
+    shards = replace(native, activation=QuantSpec(scope="shard", shards=2))
+    with pytest.raises(ExecutionError, match=r"^numerics\.learner\.execution 'scaled_matmul': .*'shard'"):
+        check_execution("scaled_matmul", EXPERTS, shards)
 
 
 def te_recipe(monkeypatch, **settings) -> None:
@@ -203,6 +205,7 @@ def test_te_passes_a_model_that_fits(monkeypatch):
     te_recipe(monkeypatch)
     check_execution("te", MODEL, NUMERICS, tokens=128)
     check_execution("te", MODEL, NUMERICS)
+    check_execution("te", EXPERTS, NUMERICS, tokens=96)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from triage_jax.model import ModelConfig, Numerics, forward
+from triage_jax.model.capacity import STEP
 from triage_jax.model.numerics import ATTENTION, MLP
 from triage_jax.model.params import abstract_params
 from triage_jax.nvfp4 import DotRecipe, QuantSpec, dequantize, quantize, quantized_dot, te
@@ -228,10 +229,9 @@ def _check_te(
     try:
         te.check_recipe(recipe)
         te.check_shards(recipe, devices)
-        if len(shape) != 2:
-            raise ValueError(f"no grouped NVFP4 product in JAX; {te.ELSEWHERE} multiply experts")
-        # Without a token count any that fits: 64 rows on each device.
-        te.check_sizes(64 * devices if tokens is None else tokens, *shape, recipe, devices)
+        # Without a token count, and of experts, whose buffers are filled up: as many rows on each device as fit.
+        rows = STEP * devices if tokens is None or len(shape) > 2 else tokens
+        te.check_sizes(rows, *shape[-2:], recipe, devices)
     except ValueError as error:
         raise ExecutionError(f"{where} 'te': weight {name} {list(shape)}: {error}") from None
 
