@@ -1,4 +1,4 @@
-"""The arms of the stability study: what a trial changes in `configs/study/base.yaml`, and for which question."""
+"""The arms of the stability study: what a trial changes in a regime, and for which question."""
 
 import hashlib
 import json
@@ -9,7 +9,8 @@ from typing import Any, Literal
 from triage_jax.config import TrainConfig, from_dict, laid_over, load_yaml
 from triage_jax.run import resolve_model
 
-BASE = Path("configs/study/base.yaml")
+REGIMES = ("learning", "collapse")
+"""Where BF16 learns, and where NVFP4 collapses; the file of each is `regime_path`"""
 type Tree = dict[str, Any]
 Group = Literal["ablation", "rivals", "sources", "variants"]
 
@@ -25,7 +26,7 @@ class Arm:
     title: str
     group: Group
     changes: Tree = field(default_factory=dict)
-    """Fields over the base, a tree like the YAML's"""
+    """Fields over the regime's, a tree like the YAML's"""
 
 
 def _objective(name: str, title: str, group: Group, objective: str | None = None, **settings: Tree) -> Arm:
@@ -92,10 +93,9 @@ _ARMS = (
     _variant("triage_segment16", "TRIAGE, segments of 16", gate={"segment": 16}, repair={"segment": 16}),
     _variant("triage_segment64", "TRIAGE, whole responses", gate={"segment": 64}, repair={"segment": 128}),
     _variant(
-        "triage_published",
-        "TRIAGE, published thresholds",
-        gate={"segment": 64, "mean_mild": -0.5, "mean_severe": -1.5, "deep": -6.0},
-        repair={"segment": 128},
+        "triage_scaled",
+        "TRIAGE, thresholds of the other regime",
+        gate={"mean_mild": -0.1, "mean_severe": -0.4, "deep": -1.5},
     ),
 )
 
@@ -103,18 +103,28 @@ ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
 """Every arm, in the order in which a queue takes them"""
 
 
-def config_of(arm: Arm, *, seed: int, out: Path, base: Path = BASE) -> TrainConfig:
+def belongs(arm: Arm, regime: str) -> bool:
+    """Whether a regime asks for an arm: sources and variants where NVFP4 collapses only."""
+    return regime == "collapse" or arm.group in ("ablation", "rivals")
+
+
+def regime_path(regime: str) -> Path:
+    """The configuration that all arms of a regime share."""
+    return Path("configs/study") / f"{regime}.yaml"
+
+
+def config_of(arm: Arm, base: Path, *, seed: int, out: Path) -> TrainConfig:
     """The configuration of a trial. Raises ConfigError for a field that does not exist."""
     tree = _stated(arm, base) | {"seed": seed, "out": str(out)}
     return from_dict(TrainConfig, tree, f"{base} with arm {arm.name}")
 
 
-def fingerprint(arm: Arm, base: Path = BASE) -> str:
+def fingerprint(arm: Arm, base: Path) -> str:
     """Of what base and arm state and of the model's weights, seed and place aside.
 
     The trainer's own defaults are not in it: a field that somebody adds does not make old records stale.
     """
-    config = config_of(arm, seed=0, out=Path())
+    config = config_of(arm, base, seed=0, out=Path())
     weights = (resolve_model(config.model.path) / "model.safetensors").read_bytes()
     stated = {key: value for key, value in _stated(arm, base).items() if key not in ("seed", "out")}
     text = json.dumps(stated, sort_keys=True) + hashlib.sha256(weights).hexdigest()

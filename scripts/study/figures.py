@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.study.arms import Arm, Group
+from scripts.study.arms import REGIMES, Arm, Group
 from scripts.study.records import Records, of_arm
 from scripts.study.trial import Record
 
@@ -34,9 +34,11 @@ def smooth(values: Sequence[float | None], width: int = SMOOTH) -> np.ndarray:
     return np.array([np.nanmean(x[max(0, end - width) : end]) for end in range(1, len(x) + 1)])
 
 
-def reward_panels(records: Records, groups: tuple[Group, ...], reference: Sequence[str]) -> Figure:
+def reward_panels(
+    records: Records, regime: str, groups: tuple[Group, ...], reference: Sequence[str]
+) -> Figure:
     """Reward against updates, a panel per arm, with the reference arms' seeds in grey behind."""
-    arms = [arm for arm in records.arms if arm.group in groups and of_arm(records, arm.name)]
+    arms = [arm for arm in records.arms if arm.group in groups and of_arm(records, regime, arm.name)]
     columns = 4
     rows = max(1, -(-len(arms) // columns))
     figure, axes = plt.subplots(
@@ -44,9 +46,9 @@ def reward_panels(records: Records, groups: tuple[Group, ...], reference: Sequen
     )
     for axis, arm in zip(axes.flat, arms, strict=False):
         for name in reference:
-            for trial in of_arm(records, name):
+            for trial in of_arm(records, regime, name):
                 axis.plot(smooth(trial["curves"]["reward"]), color=GREY, linewidth=0.6, alpha=0.6)
-        _seeds(axis, arm, of_arm(records, arm.name))
+        _seeds(axis, arm, of_arm(records, regime, arm.name))
     for axis in axes.flat[len(arms) :]:
         axis.set_visible(False)
     figure.supxlabel("update")
@@ -63,9 +65,9 @@ def _seeds(axis: Axes, arm: Arm, trials: Sequence[Record]) -> None:
     axis.set_ylim(0, 1)
 
 
-def precursor_panels(records: Records, names: Sequence[str]) -> Figure:
+def precursor_panels(records: Records, regime: str, names: Sequence[str]) -> Figure:
     """What comes before a collapse: statistics of windows of updates, a column per arm."""
-    found = [arm for arm in records.arms if arm.name in names and of_arm(records, arm.name)]
+    found = [arm for arm in records.arms if arm.name in names and of_arm(records, regime, arm.name)]
     figure, axes = plt.subplots(
         len(PRECURSORS),
         max(1, len(found)),
@@ -77,7 +79,7 @@ def precursor_panels(records: Records, names: Sequence[str]) -> Figure:
     )
     for column, arm in enumerate(found):
         axes[0, column].set_title(arm.title, fontsize=9)
-        for trial in of_arm(records, arm.name):
+        for trial in of_arm(records, regime, arm.name):
             for axis, (key, _) in zip(axes[:, column], PRECURSORS, strict=True):
                 _precursor(axis, trial, key)
     for axis, (_, label) in zip(axes[:, 0], PRECURSORS, strict=True):
@@ -104,12 +106,14 @@ def _precursor(axis: Axes, trial: Record, key: str) -> None:
 
 def write_figures(records: Records, folder: Path) -> list[Path]:
     """All figures as PNG; those without a finished trial are left out."""
-    figures = {
-        "rewards": reward_panels(records, ("ablation", "rivals"), ("bf16", "naive")),
-        "precursors": precursor_panels(records, ("bf16", "naive", "tis", "triage")),
-        "sources": reward_panels(records, ("sources",), ("bf16", "naive")),
-        "variants": reward_panels(records, ("variants",), ("naive", "triage")),
-    }
+    main: tuple[Group, ...] = ("ablation", "rivals")
+    shown = ("bf16", "naive", "tis", "triage")
+    figures: dict[str, Figure] = {}
+    for regime in REGIMES:
+        figures[f"rewards_{regime}"] = reward_panels(records, regime, main, ("bf16", "naive"))
+        figures[f"precursors_{regime}"] = precursor_panels(records, regime, shown)
+    figures["sources"] = reward_panels(records, "collapse", ("sources",), ("bf16", "naive"))
+    figures["variants"] = reward_panels(records, "collapse", ("variants",), ("naive", "triage"))
     paths = []
     for name, figure in figures.items():
         if any(axis.lines for axis in figure.axes):

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import tyro
 from rich.console import Console
 
-from scripts.study.arms import ARMS, BASE, fingerprint
-from scripts.study.trial import FORMAT, Interrupted, result_path, run_trial
+from scripts.study.arms import ARMS, REGIMES, belongs, fingerprint, regime_path
+from scripts.study.trial import FORMAT, Interrupted, Record, result_path, run_trial
 from triage_jax.config import ConfigError
 
 
@@ -29,22 +30,30 @@ class Queue:
 
     arms: tuple[str, ...] = tuple(ARMS)
     """Arms by name, in this order"""
+    regimes: tuple[str, ...] = REGIMES
+    """Regimes by name; sources and variants are run where NVFP4 collapses only"""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     results: Path = Path("docs/study/results")
     """Records of finished trials, versioned"""
-    base: Path = BASE
-    """What all arms share"""
     runs: Path = Path("runs/study")
     """Runs, the compilation cache and the queue's pid file"""
 
 
-def is_done(queue: Queue, name: str, seed: int) -> bool:
+class Trial(NamedTuple):
+    """One entry of the queue."""
+
+    regime: str
+    arm: str
+    seed: int
+
+
+def is_done(results: Path, trial: Trial) -> bool:
     """Whether the record is there. Raises ConfigError if it belongs to another configuration of the arm."""
-    path = result_path(queue.results, name, seed)
+    path = result_path(results / trial.regime, trial.arm, trial.seed)
     if not path.exists():
         return False
     record = json.loads(path.read_text(encoding="utf-8"))
-    wanted = fingerprint(ARMS[name], queue.base)
+    wanted = fingerprint(ARMS[trial.arm], regime_path(trial.regime))
     if record.get("format") != FORMAT or record.get("fingerprint") != wanted:
         raise ConfigError(
             f"{path}: made with another configuration ({record.get('fingerprint')}, now {wanted}); "
@@ -53,13 +62,19 @@ def is_done(queue: Queue, name: str, seed: int) -> bool:
     return True
 
 
-def trials(queue: Queue) -> list[tuple[str, int]]:
-    """Arm and seed of what is still to be run. Raises ConfigError for an unknown arm or a stale record."""
-    unknown = [name for name in queue.arms if name not in ARMS]
-    if unknown:
-        raise ConfigError(f"--arms {' '.join(unknown)}: no such arm; accepted: {', '.join(ARMS)}")
-    everything = [(name, seed) for seed in queue.seeds for name in queue.arms]
-    return [(name, seed) for name, seed in everything if not is_done(queue, name, seed)]
+def missing_trials(queue: Queue) -> list[Trial]:
+    """What is still to be run. Raises ConfigError for an unknown arm or regime, or a stale record."""
+    for field, given, known in (("arms", queue.arms, ARMS), ("regimes", queue.regimes, REGIMES)):
+        if unknown := [name for name in given if name not in known]:
+            raise ConfigError(f"--{field} {' '.join(unknown)}: not known; accepted: {', '.join(known)}")
+    everything = [
+        Trial(regime, name, seed)
+        for seed in queue.seeds
+        for regime in queue.regimes
+        for name in queue.arms
+        if belongs(ARMS[name], regime)
+    ]
+    return [trial for trial in everything if not is_done(queue.results, trial)]
 
 
 @contextmanager
@@ -79,23 +94,30 @@ def alone(runs: Path) -> Iterator[None]:
 
 def run_queue(queue: Queue, console: Console) -> None:
     """Run every trial that is missing."""
-    missing = trials(queue)
-    for folder in (queue.results, queue.runs):
+    missing = missing_trials(queue)
+    for folder in (queue.runs, *(queue.results / regime for regime in queue.regimes)):
         folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str((queue.runs / "cache").resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     with alone(queue.runs):
-        for number, (name, seed) in enumerate(missing, start=1):
-            record = run_trial(ARMS[name], seed, runs=queue.runs, results=queue.results, base=queue.base)
-            when, collapse = time.strftime("%H:%M:%S"), record["collapse_step"]
-            console.print(
-                f"{when} {number}/{len(missing)} {name}, seed {seed}: {record['seconds']} s, held out "
-                f"{record['heldout']['before']} -> {record['heldout']['after']}"
-                + (f", collapsed at {collapse}" if collapse else ""),
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
+        for number, trial in enumerate(missing, start=1):
+            record = run_trial(
+                ARMS[trial.arm],
+                trial.seed,
+                base=regime_path(trial.regime),
+                runs=queue.runs / trial.regime,
+                results=queue.results / trial.regime,
             )
+            console.print(f"{number}/{len(missing)} {_line(record)}", markup=False, soft_wrap=True)
+
+
+def _line(record: Record) -> str:
+    before, after = record["heldout"].values()
+    collapsed = f", collapsed at {record['collapse_step']}" if record["collapse_step"] else ""
+    return (
+        f"{time.strftime('%H:%M:%S')} {record['regime']}, {record['arm']}, seed {record['seed']}: "
+        f"{record['seconds']} s, held out {before} -> {after}{collapsed}"
+    )
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -70,3 +71,44 @@ def last_mean(values: Sequence[float | None], width: int) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signs:
+    """Windows, from 1, at which something is first seen; None if it is not."""
+
+    rho_asym: int | None
+    """rho_asym of 1.5 or more, where the official runs were drifting"""
+    concentration: int | None
+    """C_tok above the 97.5 % quantile of its permutation null"""
+    tail: int | None
+    """5 % quantile of δ at least twice as deep as in the first window"""
+    gap: int | None
+    """Mean abs δ at least twice that of the first window"""
+    reward: int | None
+    """Reward at most 0.7 times that of the best window before"""
+
+
+def signs(record: dict[str, Any]) -> Signs:
+    """When the precursors of a collapse appear in a trial, and when the reward falls."""
+    windows, curves = record["windows"], record["curves"]
+    gaps = window_means(curves["gap"], windows["width"])
+    rewards = window_means(curves["reward"], windows["width"])
+    best = np.maximum.accumulate(rewards)
+    depth = [-x if x is not None else math.nan for x in windows["q05"]]
+    pairs = zip(windows["C_tok"], windows["C_tok_null_high"], strict=True)
+    return Signs(
+        rho_asym=_first([_at_least(x, 1.5) for x in windows["rho_asym"]]),
+        concentration=_first([x is not None and y is not None and x > y for x, y in pairs]),
+        tail=_first([_at_least(x, 2 * depth[0]) for x in depth]) if depth[0] > 0 else None,
+        gap=_first([_at_least(x, 2 * gaps[0]) for x in gaps]),
+        reward=_first([x <= 0.7 * y for x, y in zip(rewards, best, strict=True)]),
+    )
+
+
+def _at_least(value: float | None, limit: float) -> bool:
+    return value is not None and value >= limit
+
+
+def _first(flags: Sequence[bool]) -> int | None:
+    return next((index for index, flag in enumerate(flags, start=1) if flag), None)

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from scripts.study.arms import Arm, Group
+from scripts.study.arms import REGIMES, Arm, Group
 from scripts.study.records import Records, of_arm
-from scripts.study.statistics import interval, last_mean, window_means
+from scripts.study.statistics import Signs, interval, last_mean, signs, window_means
 from scripts.study.trial import Record
 from triage_jax.metrics import write_atomically
 
@@ -17,6 +17,13 @@ HEADER = (
     "| arm | seeds | reward, first and last 20 updates | mean abs gap, last 20 | rho_asym, last 20 | collapsed at "
     "update | held out at the end |"
 )
+SIGN_TITLES = {
+    "rho_asym": "rho_asym at least 1.5",
+    "concentration": "C_tok above its null's 97.5 %",
+    "tail": "5 % quantile twice as deep as at first",
+    "gap": "mean abs gap twice that at first",
+    "reward": "reward at most 0.7 of the best before",
+}
 RULE = "| --- " * 7 + "|"
 
 
@@ -25,6 +32,7 @@ class Block:
     """A table's place in a page: between `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
 
     name: str
+    regime: str
     groups: tuple[Group, ...]
 
     @property
@@ -36,23 +44,54 @@ class Block:
         return f"<!-- {self.name}:end -->"
 
 
+MAIN: tuple[Group, ...] = ("ablation", "rivals")
 BLOCKS = (
-    Block(name="study", groups=("ablation", "rivals")),
-    Block(name="study-sources", groups=("sources",)),
-    Block(name="study-variants", groups=("variants",)),
+    Block(name="study", regime="collapse", groups=MAIN),
+    Block(name="study-learning", regime="learning", groups=MAIN),
+    Block(name="study-sources", regime="collapse", groups=("sources",)),
+    Block(name="study-variants", regime="collapse", groups=("variants",)),
 )
+SIGNS = Block(name="study-signs", regime="collapse", groups=())
+SIGNS_OF = ("naive", "tis", "triage")
+"""Arms whose precursors are listed"""
 
 
 def render(block: Block, records: Records) -> str:
     """The table of a block; an arm without a finished trial has a line that says so, never a number."""
-    lines = [_line(arm, of_arm(records, arm.name)) for arm in records.arms if arm.group in block.groups]
+    if block == SIGNS:
+        return render_signs(records)
+    arms = [arm for arm in records.arms if arm.group in block.groups]
+    lines = [_line(arm, of_arm(records, block.regime, arm.name)) for arm in arms]
     return "\n".join([HEADER, RULE, *lines])
+
+
+def render_signs(records: Records) -> str:
+    """In which window of updates each sign is first seen, a line per trial."""
+    names = [item.name for item in fields(Signs)]
+    titles = [SIGN_TITLES[name] for name in names]
+    lines = ["| regime, arm, seed | " + " | ".join(titles) + " |", "| --- " * (len(names) + 1) + "|"]
+    for regime in REGIMES:
+        for arm in SIGNS_OF:
+            for trial in of_arm(records, regime, arm):
+                found, width = signs(trial), trial["windows"]["width"]
+                seen = [getattr(found, name) for name in names]
+                cells = [
+                    "none" if index is None else f"{(index - 1) * width + 1} to {index * width}"
+                    for index in seen
+                ]
+                lines.append(f"| {regime}, `{arm}`, {trial['seed']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def finished(records: Records) -> str:
-    """One table of every arm with a finished trial."""
-    lines = [_line(arm, trials) for arm in records.arms if (trials := of_arm(records, arm.name))]
-    return "\n".join([HEADER, RULE, *lines])
+    """A table per regime of every arm with a finished trial."""
+    tables = []
+    for regime in REGIMES:
+        pairs = [(arm, of_arm(records, regime, arm.name)) for arm in records.arms]
+        lines = [_line(arm, trials) for arm, trials in pairs if trials]
+        if lines:
+            tables.append("\n".join([f"{regime}:", "", HEADER, RULE, *lines]))
+    return "\n\n".join(tables) or "no finished trial"
 
 
 def _line(arm: Arm, trials: Sequence[Record]) -> str:
@@ -105,7 +144,7 @@ def replaced(page: str, block: Block, table: str) -> str:
 def update_page(path: Path, records: Records) -> bool:
     """Rewrite the tables of a page; returns whether it changed."""
     before = after = path.read_text(encoding="utf-8")
-    for block in BLOCKS:
+    for block in (*BLOCKS, SIGNS):
         after = replaced(after, block, render(block, records))
     if after != before:
         write_atomically(path, after)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from scripts.study.arms import BASE, Arm, config_of, fingerprint
+from scripts.study.arms import Arm, config_of, fingerprint
 from scripts.study.statistics import collapse_step
 from triage_jax.characterize import Dump, Measures, Pool, measure
 from triage_jax.characterize.files import FileSource, open_source
@@ -60,12 +60,12 @@ def result_path(results: Path, arm: str, seed: int) -> Path:
     return results / f"{arm}-{seed}.json"
 
 
-def run_trial(arm: Arm, seed: int, *, runs: Path, results: Path, base: Path = BASE) -> Record:
+def run_trial(arm: Arm, seed: int, *, base: Path, runs: Path, results: Path) -> Record:
     """Train, or go on where it stopped; write the record and delete the run but for metrics and log.
 
     Raises Interrupted after a signal.
     """
-    config = config_of(arm, seed=seed, out=runs / f"{arm.name}-{seed}", base=base)
+    config = config_of(arm, base, seed=seed, out=runs / f"{arm.name}-{seed}")
     paths = Paths(root=Path(config.out))
     paths.root.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -99,9 +99,15 @@ def updates(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "optimizer/grad_norm" in row]
 
 
-def header(arm: Arm, seed: int, base: Path = BASE) -> Record:
+def header(arm: Arm, seed: int, base: Path) -> Record:
     """Which trial of which configuration."""
-    return {"format": FORMAT, "arm": arm.name, "seed": seed, "fingerprint": fingerprint(arm, base)}
+    return {
+        "format": FORMAT,
+        "regime": base.stem,
+        "arm": arm.name,
+        "seed": seed,
+        "fingerprint": fingerprint(arm, base),
+    }
 
 
 def summarise(config: TrainConfig, rows: list[Row], dumps: FileSource, *, stopped: bool) -> Record:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from scripts.study.statistics import collapse_step, interval, last_mean, window_means
+from scripts.study.statistics import Signs, collapse_step, interval, last_mean, signs, window_means
 
 
 def test_interval_of_three_seeds():
@@ -47,3 +47,32 @@ def test_windows_leave_out_what_is_not_finite():
     assert means[2] == 5.0
     assert math.isnan(window_means([None, math.nan], 2)[0])
     assert last_mean([9.0, 1.0, 2.0], 2) == 1.5
+
+
+def test_signs_by_hand():
+    record = {
+        "curves": {"gap": [0.1, 0.1, 0.1, 0.1, 0.2, 0.2], "reward": [0.4, 0.4, 0.6, 0.6, 0.42, 0.40]},
+        "windows": {
+            "width": 2,
+            "rho_asym": [1.2, None, 1.5],
+            "C_tok": [0.2, 0.3, None],
+            "C_tok_null_high": [0.2, 0.29, 0.1],
+            "q05": [-0.1, -0.2, -0.3],
+        },
+    }
+    # 0.41 is below 0.7 of 0.6; a doubled tail counts, a tie of C_tok does not.
+    assert signs(record) == Signs(rho_asym=3, concentration=2, tail=2, gap=3, reward=3)
+
+
+def test_signs_that_never_come():
+    record = {
+        "curves": {"gap": [0.1, 0.19], "reward": [0.5, 0.36]},
+        "windows": {
+            "width": 1,
+            "rho_asym": [1.0, 1.49],
+            "C_tok": [0.1, 0.1],
+            "C_tok_null_high": [0.2, 0.2],
+            "q05": [0.0, 0.0],
+        },
+    }
+    assert signs(record) == Signs(rho_asym=None, concentration=None, tail=None, gap=None, reward=None)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.study.arms import ARMS, config_of
+from scripts.study.arms import ARMS, REGIMES, config_of, regime_path
 from scripts.study.records import RESULTS, Records, read_records
-from scripts.study.table import BLOCKS, render, replaced
-from scripts.study.trial import CURVES
+from scripts.study.table import BLOCKS, SIGNS, finished, render, replaced
+from scripts.study.trial import CURVES, Record
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -21,13 +21,13 @@ def _at_the_root(monkeypatch):
 def test_pages_say_what_the_records_say(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     records = read_records()
-    for block in BLOCKS:
+    for block in (*BLOCKS, SIGNS):
         assert text == replaced(text, block, render(block, records)), "run: python -m scripts.study.report"
 
 
 def test_the_study_has_all_its_tables():
     text = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
-    for block in BLOCKS:
+    for block in (*BLOCKS, SIGNS):
         assert block.begin in text
         assert block.end in text
 
@@ -44,9 +44,10 @@ def test_records_are_whole():
         assert length == trial["steps"] or trial["not_finite"], where
 
 
-def _trial(arm: str, seed: int, reward: float, collapse: int | None) -> dict:
+def _trial(arm: str, seed: int, reward: float, collapse: int | None) -> Record:
     flat = {"reward": [reward] * 40, "gap": [0.05] * 40, "rho_asym": [1.5] * 39 + [None]}
     return {
+        "regime": "collapse",
         "arm": arm,
         "seed": seed,
         "curves": flat,
@@ -67,6 +68,9 @@ def test_table_of_two_seeds_by_hand():
         f"| NVFP4 (`naive`) | 2 | {reward} → {reward} | 0.050 ± 0.000 | 1.500 ± 0.000 | none, 31 | {reward} |"
     )
     assert lines[3].startswith("| NVFP4 + TIS (`tis`) | 0 | not run yet |")
+    assert "`tis`" not in finished(records)
+    assert "learning" not in finished(records)
+    assert render(BLOCKS[1], records).splitlines()[2].startswith("| NVFP4 (`naive`) | 0 | not run yet |")
 
 
 def test_replacing_keeps_the_rest_of_a_page():
@@ -78,14 +82,16 @@ def test_replacing_keeps_the_rest_of_a_page():
         replaced(block.begin, block, "new")
 
 
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("name", ARMS)
-def test_every_arm_is_a_configuration(name):
-    config = config_of(ARMS[name], seed=3, out=Path("somewhere"))
+def test_every_arm_is_a_configuration(name, regime):
+    config = config_of(ARMS[name], regime_path(regime), seed=3, out=Path("somewhere"))
     assert (config.seed, config.out) == (3, "somewhere")
 
 
-def test_arms_differ_from_one_another():
-    from triage_jax.config import to_dict
-
-    every = [str(to_dict(config_of(arm, seed=0, out=Path("x")))) for arm in ARMS.values()]
-    assert len(set(every)) == len(every)
+@pytest.mark.parametrize("regime", REGIMES)
+def test_arms_differ_from_one_another(regime):
+    every = [str(config_of(arm, regime_path(regime), seed=0, out=Path())) for arm in ARMS.values()]
+    same = {arm for arm, text in zip(ARMS, every, strict=True) if every.count(text) > 1}
+    # Its thresholds are the other regime's, and so this one's there.
+    assert same == ({"triage", "triage_scaled"} if regime == "learning" else set())

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts.study.arms import ARMS, BASE, fingerprint
-from scripts.study.run import Queue, alone, trials
+from scripts.study.arms import ARMS, fingerprint, regime_path
+from scripts.study.run import Queue, alone, missing_trials
 from scripts.study.trial import FORMAT, WINDOW, run_trial
 from triage_jax.config import ConfigError, laid_over, load_yaml
 
+BASE = regime_path("collapse")
 ROOT = Path(__file__).parent.parent.parent
 SMALL = {
     "steps": 2,
@@ -28,24 +29,39 @@ def _at_the_root(monkeypatch):
 
 def _record(folder: Path, arm: str, seed: int, mark: str) -> None:
     text = json.dumps({"format": FORMAT, "arm": arm, "seed": seed, "fingerprint": mark})
+    folder.mkdir()
     (folder / f"{arm}-{seed}.json").write_text(text)
 
 
 def test_queue_takes_a_seed_of_every_arm_first_and_skips_what_is_finished(tmp_path):
-    _record(tmp_path, "naive", 0, fingerprint(ARMS["naive"]))
-    queue = Queue(arms=("bf16", "naive"), seeds=(0, 1), results=tmp_path)
-    assert trials(queue) == [("bf16", 0), ("bf16", 1), ("naive", 1)]
+    _record(tmp_path / "learning", "naive", 0, fingerprint(ARMS["naive"], regime_path("learning")))
+    queue = Queue(arms=("bf16", "naive", "parity"), regimes=("learning",), seeds=(0, 1), results=tmp_path)
+    assert missing_trials(queue) == [
+        ("learning", "bf16", 0),
+        ("learning", "bf16", 1),
+        ("learning", "naive", 1),
+    ]
+
+
+def test_sources_are_switched_off_where_nvfp4_collapses():
+    queue = Queue(arms=("naive", "parity"), seeds=(0,), results=Path("nowhere"))
+    assert missing_trials(queue) == [
+        ("learning", "naive", 0),
+        ("collapse", "naive", 0),
+        ("collapse", "parity", 0),
+    ]
 
 
 def test_queue_refuses_a_record_of_another_configuration(tmp_path):
-    _record(tmp_path, "naive", 0, "another")
+    _record(tmp_path / "learning", "naive", 0, fingerprint(ARMS["naive"], regime_path("collapse")))
     with pytest.raises(ConfigError, match=r"naive-0\.json: made with another configuration"):
-        trials(Queue(arms=("naive",), seeds=(0,), results=tmp_path))
+        missing_trials(Queue(arms=("naive",), seeds=(0,), results=tmp_path))
 
 
-def test_queue_refuses_an_unknown_arm(tmp_path):
-    with pytest.raises(ConfigError, match="--arms nvfp5: no such arm; accepted: bf16, naive"):
-        trials(Queue(arms=("nvfp5",), results=tmp_path))
+@pytest.mark.parametrize("field", ["arms", "regimes"])
+def test_queue_refuses_an_unknown_name(tmp_path, field):
+    with pytest.raises(ConfigError, match=f"--{field} nvfp5: not known; accepted: "):
+        missing_trials(Queue(results=tmp_path, **{field: ("nvfp5",)}))
 
 
 def test_two_queues_do_not_run_at_once(tmp_path):
@@ -56,14 +72,18 @@ def test_two_queues_do_not_run_at_once(tmp_path):
 def test_fingerprint_is_of_arm_and_base(tmp_path):
     other = tmp_path / "base.yaml"
     other.write_text(yaml.safe_dump(laid_over(load_yaml(BASE), {"steps": 7})))
-    marks = {fingerprint(ARMS["naive"]), fingerprint(ARMS["tis"]), fingerprint(ARMS["naive"], other)}
+    marks = {
+        fingerprint(ARMS["naive"], BASE),
+        fingerprint(ARMS["tis"], BASE),
+        fingerprint(ARMS["naive"], other),
+    }
     assert len(marks) == 3
 
 
 def test_a_trial_leaves_its_record(tmp_path):
     base = tmp_path / "base.yaml"
     base.write_text(yaml.safe_dump(laid_over(load_yaml(BASE), SMALL)))
-    record = run_trial(ARMS["triage"], 5, runs=tmp_path / "runs", results=tmp_path, base=base)
+    record = run_trial(ARMS["triage"], 5, base=base, runs=tmp_path / "runs", results=tmp_path)
     assert json.loads((tmp_path / "triage-5.json").read_text()) == record
     assert record["fingerprint"] == fingerprint(ARMS["triage"], base)
     assert [len(values) for values in record["curves"].values()] == [2] * len(record["curves"])
