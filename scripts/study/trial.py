@@ -89,7 +89,8 @@ def _train(config: TrainConfig, paths: Paths) -> bool:
         run_training(go_on)
     except TrainingStopped:
         return True
-    if updates(read_metrics(paths.metrics))[-1]["step"] < config.steps:
+    done = updates(read_metrics(paths.metrics))
+    if not done or done[-1]["step"] < config.steps:
         raise Interrupted(f"{paths.root}: stopped before step {config.steps}")
     return False
 
