@@ -230,8 +230,9 @@ def _check_te(
         te.check_recipe(recipe)
         te.check_shards(recipe, devices)
         # Without a token count, and of experts, whose buffers are filled up: as many rows on each device as fit.
-        rows = STEP * devices if tokens is None or len(shape) > 2 else tokens
-        te.check_sizes(rows, shape[-2], shape[-1], recipe, devices)
+        *experts, outputs, inputs = shape
+        rows = STEP * devices if tokens is None or experts else tokens
+        te.check_sizes(rows, outputs, inputs, recipe, devices)
     except ValueError as error:
         raise ExecutionError(f"{where} 'te': weight {name} {list(shape)}: {error}") from None
 
