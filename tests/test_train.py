@@ -267,7 +267,10 @@ def test_updates_that_are_not_finite_stop_the_run_with_the_batch_kept(tmp_path, 
     monkeypatch.setattr(train, "group_advantages", poisoned)
     out = tmp_path / "nan"
     assert train.main(_arguments(out, "--learner.max-skipped", "2")) == 1
-    assert "2 updates in a row were not finite" in capsys.readouterr().err
+    assert (
+        "2 updates in a row were skipped, the last one because: loss or gradient not finite"
+        in capsys.readouterr().err
+    )
     kept = sorted((out / "skipped").glob("*.npz"))
     assert [path.name for path in kept] == ["step_000001.npz", "step_000002.npz"]
     with np.load(kept[0]) as batch:

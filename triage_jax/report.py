@@ -11,6 +11,7 @@ from rich.table import Table
 
 from triage_jax.config import TrainConfig, to_dict
 from triage_jax.estimate import memory_estimate
+from triage_jax.learner.update import OVERFLOW
 from triage_jax.metrics import Row, read_metrics
 from triage_jax.model import ModelConfig
 from triage_jax.model.load import load_config
@@ -97,11 +98,21 @@ def header_line(steps: int) -> str:
 def step_line(step: int, steps: int, row: Mapping[str, Any]) -> str:
     """The progress line of one step."""
     place = f"{step}/{steps}".rjust(_place_width(steps))
-    skipped = "" if row["optimizer/applied"] else "  SKIPPED: loss or gradient not finite"
+    skipped = "" if row["optimizer/applied"] else f"  SKIPPED: {why_skipped(row)}"
     return (
         " ".join([place, *(_number(_value(row, key), form).rjust(w) for _, key, form, w in COLUMNS)])
         + skipped
     )
+
+
+def why_skipped(row: Mapping[str, Any]) -> str:
+    """The reason for which an update was left out, from its metrics."""
+    if math.isfinite(row["loss"]) and math.isfinite(row["optimizer/grad_norm"]):
+        return (
+            f"experts had no room for {row[OVERFLOW]:.2%} of their tokens (learner.max_overflow, "
+            "numerics.learner.expert_capacity)"
+        )
+    return "loss or gradient not finite"
 
 
 def _place_width(steps: int) -> int:
@@ -113,7 +124,7 @@ def print_plan(config: TrainConfig, model: ModelConfig | None = None, console: C
     console = console or Console(highlight=False)
     dry = model is None
     if dry:
-        console.print(yaml.safe_dump(to_dict(config), sort_keys=False), markup=False)
+        console.print(yaml.safe_dump(to_dict(config), sort_keys=False), markup=False, soft_wrap=True)
     model = model or load_config(resolve_model(config.model.path))
     table = Table(title="plan", show_header=False, title_justify="left")
     for name, value in _plan_rows(config, model):

@@ -2,7 +2,9 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,7 +37,7 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
 class TrainingStopped(RuntimeError):
-    """Too many updates in a row were not finite."""
+    """Too many updates in a row were skipped."""
 
 
 def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
@@ -96,7 +98,7 @@ def train(run: Run, stop: StopSignal, console: report.Progress) -> LearnerState:
             console.step(step + 1, row)
             for warning in health.see({"step": step + 1, **row}):
                 console.note(f"warning: {warning}")
-            _guard(run, host_batch, scores, state, outcome)
+            _guard(run, host_batch, scores, state, outcome, row)
             if config.eval.every and (step + 1) % config.eval.every == 0 and step + 1 < config.steps:
                 _log_held_out(run, step=step + 1, console=console)
             if config.checkpoint.every and (step + 1) % config.checkpoint.every == 0:
@@ -149,7 +151,12 @@ def _log_held_out(run: Run, *, step: int, console: report.Progress) -> None:
 
 
 def _guard(
-    run: Run, batch: RolloutBatch, scores: TokenScores, state: LearnerState, outcome: UpdateReport
+    run: Run,
+    batch: RolloutBatch,
+    scores: TokenScores,
+    state: LearnerState,
+    outcome: UpdateReport,
+    row: Mapping[str, Any],
 ) -> None:
     """Keep the batch of a skipped update; stop after too many in a row."""
     if bool(outcome.applied):
@@ -165,11 +172,12 @@ def _guard(
         learner_logp=np.asarray(scores.logp),
         advantages=batch.advantages,
     )
-    row, limit = int(state.skipped_in_a_row), run.config.learner.max_skipped
-    if row >= limit:
+    skipped, limit = int(state.skipped_in_a_row), run.config.learner.max_skipped
+    if skipped >= limit:
         raise TrainingStopped(
             f"step {int(state.step)}: loss {float(outcome.loss)}, gradient norm {float(outcome.grad_norm)}; "
-            f"{row} updates in a row were not finite (learner.max_skipped = {limit}). The last batch is in {path}"
+            f"{skipped} updates in a row were skipped, the last one because: {report.why_skipped(row)} "
+            f"(learner.max_skipped = {limit}). The last batch is in {path}"
         )
 
 

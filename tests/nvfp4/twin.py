@@ -82,7 +82,10 @@ def quantize(
         elif rule == "compressed_tensors":
             y = f(x / not_zero(f(s / encode)))
         elif rule == "torchao":
-            y = f(x * np.where(s == 0, np.finfo(F32).max, f(f(F32(1) / one) / s)))
+            factor = f(f(F32(1) / one) / s)
+            # The package keeps it finite, for zeros' sake.
+            factor = np.minimum(factor, np.finfo(F32).max) if flush else factor
+            y = f(x * np.where(s == 0, np.finfo(F32).max, factor))
         else:
             y = f(x * block_encode(s, encode, f))
     codes = nearest(np.abs(y), E2M1) | (np.signbit(y).astype(np.uint8) << 3)
@@ -143,7 +146,7 @@ def block_scales(b, encode, decode, rule, floor, f):
     sixth = F32(1 / 6)
     ratio = {
         "modelopt": lambda: b / f(F32(6) * decode),
-        "compressed_tensors": lambda: encode * f(b / F32(6)),
+        "compressed_tensors": lambda: zero_or(f(b / F32(6)), encode),
         "torchao": lambda: f(b / F32(6)) / decode,
         "flashinfer_fast": lambda: zero_or(f(b * sixth), encode),
     }.get(rule, lambda: zero_or(b, f(encode * sixth)))
@@ -167,7 +170,7 @@ def block_encode(s, encode, f):
 
 
 def best_of_four_and_six(x, b, encode, amax, score, tile, error, bound, f):
-    base = f(encode * f(b / F32(6)))
+    base = f(zero_or(f(b / F32(6)), encode))
     candidates = [nearest(base, E4M3), nearest(f(base * F32(1.5)), E4M3)]
     errors = [block_error(x, scales, encode, amax, score, tile, error, bound, f) for scales in candidates]
     return np.where(errors[1] < errors[0], candidates[1], candidates[0])

@@ -41,7 +41,8 @@ def print_plan(subject: Subject, console: Console, sampler: str | None = None) -
 
 def print_settings(subject: Subject, console: Console) -> None:
     """The whole configuration, as YAML that --config takes."""
-    console.print(yaml.safe_dump(to_dict(subject.config), sort_keys=False), markup=False)
+    text = yaml.safe_dump(to_dict(subject.config), sort_keys=False)
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def cache_bytes(subject: Subject) -> int:

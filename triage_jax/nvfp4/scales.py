@@ -138,7 +138,7 @@ def scale_ratio(
         case "sixth_first":
             return _times(b * SIXTH, scope.encode)
         case "division_first":
-            return scope.encode * divide(b, np.float32(6))
+            return _times(divide(b, np.float32(6)), scope.encode)
         case "decode":
             return divide(b, 6 * scope.divisor)
         case "two_divisions":
@@ -185,7 +185,7 @@ def element_scale(
             divisor = divide(scale, scope.encode)
             return jnp.where(divisor == 0, FLT_MIN, divisor)
         case "two_reciprocals":
-            return jnp.where(scale == 0, FLT_MAX, (1 / scope.divisor) / scale)
+            return jnp.where(scale == 0, FLT_MAX, jnp.minimum((1 / scope.divisor) / scale, FLT_MAX))
 
 
 def spread(blocks: Float[Array, "... blocks"]) -> Float[Array, "... K"]:
