@@ -26,7 +26,7 @@ NATIVE = DotRecipe(weight=QuantSpec(), activation=ROW, backward="nvfp4", stochas
 @pytest.fixture(scope="session")
 def compiler() -> None:
     if reason := aot.unavailable():
-        pytest.skip(reason)
+        pytest.skip(f"runs once scripts/aot_packages.sh has made .aot, as it is in CI: {reason}")
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:
