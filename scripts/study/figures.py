@@ -82,6 +82,7 @@ def precursor_panels(records: Records, regime: str, names: Sequence[str]) -> Fig
         for trial in of_arm(records, regime, arm.name):
             for axis, (key, _) in zip(axes[:, column], PRECURSORS, strict=True):
                 _precursor(axis, trial, key)
+    axes[0, 0].set_ylim(0, 1)
     for axis, (_, label) in zip(axes[:, 0], PRECURSORS, strict=True):
         axis.set_ylabel(label, fontsize=9)
     figure.supxlabel("update")
