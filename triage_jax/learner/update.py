@@ -34,10 +34,11 @@ OVERFLOW = "moe/overflow_fraction"
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
-    """How one update is computed; nothing here changes its value beyond rounding."""
+    """How one update is computed; nothing here changes its value beyond rounding, the emulated formats' included."""
 
     micro_batch: int = 0
-    """Rows per forward and backward pass; 0: all at once. Must divide the rows of an update"""
+    """Rows per forward and backward pass; 0: all at once. Must divide the rows of an update. With an activation scale
+    per tensor each of them has its own"""
     remat: bool = True
     """Recompute each layer in the backward pass: less memory, and the forward pass is the very program that scores"""
     max_skipped: int = 3
