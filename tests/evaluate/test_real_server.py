@@ -4,7 +4,6 @@ import pytest
 import yaml
 
 from tests.evaluate.inputs import arguments, write_sums
-from tests.rollout.sglang.conftest import real_server, serving  # noqa: F401  fixtures
 from triage_jax.evaluate.__main__ import main
 from triage_jax.evaluate.compare import compare_runs
 from triage_jax.evaluate.records import read_records
@@ -12,7 +11,7 @@ from triage_jax.evaluate.records import read_records
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang")]
 
 
-def test_served_weights_do_as_well_as_in_process(real_server: str, tmp_path) -> None:  # noqa: F811
+def test_served_weights_do_as_well_as_in_process(real_server: str, tmp_path) -> None:
     file = write_sums(tmp_path)
     here, there = tmp_path / "here", tmp_path / "there"
     more = ("--samples", "12")

@@ -22,7 +22,7 @@ from tests.rollout.sglang.rig import (
     until_live,
 )
 from triage_jax.rollout import EngineError
-from triage_jax.rollout.sglang import RefitFailed
+from triage_jax.rollout.sglang import RefitFailed, fleet
 from triage_jax.rollout.sglang.errors import BadResponse, ServerFailed, ServerGone, Unauthorized
 
 
@@ -129,6 +129,19 @@ def test_a_stall_ends_at_the_deadline(tmp_path):
         sent = [body["rid"] for route, body in server.calls if route == "/generate"]
         assert {"rid": sent[-1]} in [body for route, body in server.calls if route == "/abort_request"]
         check(engine.generate(asked, SAMPLING), asked, server.weights, 0)
+
+
+def test_closing_leaves_no_connection_open_though_an_abort_gets_no_answer(tmp_path, monkeypatch):
+    """An open one would be a warning, hence an error, when it is collected."""
+    monkeypatch.setattr(fleet, "ABORT_SECONDS", 0.1)
+    with fake_servers(1) as [server]:
+        with engine_on([server], tmp_path, request_timeout=0.3) as engine:
+            engine.update_weights(WEIGHTS[0], 0)
+            server.fault("/generate", "stall")
+            server.fault("/abort_request", "stall", times=10)
+            with pytest.raises(ServerGone):
+                engine.generate(requests(1), SAMPLING)
+        gc.collect()
 
 
 def test_a_server_that_dies_is_left_out_and_nothing_is_lost(tmp_path):
@@ -358,8 +371,8 @@ def test_a_server_whose_logprobs_leave_the_temperature_out_is_refused(tmp_path):
             engine.update_weights(WEIGHTS[0], 0)
 
 
-# httpcore loses a connection that is cancelled in the very moment in which it is made; its socket is closed by the
-# garbage collector, with a warning.
+# Seen once in some twenty runs: two connections to a killed server were left to the garbage collector, which warns. Not
+# reproduced and not explained; these two lines go when it is.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. .*socket:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. .*Transport:pytest.PytestUnraisableExceptionWarning"

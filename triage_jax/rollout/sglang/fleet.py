@@ -135,8 +135,10 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await self._told()
-        for task in self._aborting:
+        left = tuple(self._aborting)
+        for task in left:
             task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         for server in self.servers:
             await server.client.close()
 
