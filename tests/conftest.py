@@ -3,9 +3,6 @@
 import jax
 from jaxtyping import install_import_hook
 
-from tests.real_sglang import real_server as real_server
-from tests.real_sglang import serving as serving
-
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # Two programs with collectives in flight at once can lock up virtual devices on few cores.

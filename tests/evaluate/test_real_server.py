@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from tests.evaluate.inputs import arguments, write_sums
+from tests.rollout.sglang.conftest import real_server, serving  # noqa: F401  a server of its own: with the weights it started with
 from triage_jax.evaluate.__main__ import main
 from triage_jax.evaluate.compare import compare_runs
 from triage_jax.evaluate.records import read_records
@@ -11,7 +12,7 @@ from triage_jax.evaluate.records import read_records
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.xdist_group("sglang")]
 
 
-def test_served_weights_do_as_well_as_in_process(real_server: str, tmp_path) -> None:
+def test_served_weights_do_as_well_as_in_process(real_server: str, tmp_path) -> None:  # noqa: F811
     file = write_sums(tmp_path)
     here, there = tmp_path / "here", tmp_path / "there"
     more = ("--samples", "12")

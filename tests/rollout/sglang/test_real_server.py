@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.real_sglang import KEYS, ROOT, Serving
+from tests.rollout.sglang.conftest import KEYS, ROOT, Serving
 from tests.tiny import tiny_params
 from triage_jax.cli import parse
 from triage_jax.learner import Learner, pack_batch, score

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 SERVE = ROOT / "scripts" / "serve_sglang.sh"
 RUNNING = "TRIAGE_TEST_SGLANG_URL"
 """Environment variable naming a server that runs already, with the keys below and the quickstart model"""
