@@ -7,4 +7,4 @@ if [ -f .aot/.installed ]; then
     # The compiler for GPUs that are not here, and Transformer Engine: see scripts/aot_packages.sh.
     export PYTHONPATH="$PWD/.aot${PYTHONPATH:+:$PYTHONPATH}" PATH="$PATH:$PWD/.aot/nvidia/cu13/bin" JAX_PLATFORMS=cpu
 fi
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadgroup --max-worker-restart 0 "$@"
