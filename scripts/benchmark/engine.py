@@ -53,7 +53,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
 
-    prompts = np.random.default_rng(0).integers(100, 1000, (arguments.batch, PROMPT_TOKENS)).tolist()
+    vocab = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
+    prompts = np.random.default_rng(0).integers(vocab, size=(arguments.batch, PROMPT_TOKENS)).tolist()
     rates = {f"ours, {name}": ours(arguments, prompts, NUMERICS[name]) for name in arguments.numerics}
     if arguments.torch_python:
         rates |= peer(arguments, prompts)

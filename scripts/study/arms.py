@@ -9,8 +9,8 @@ from typing import Any, Literal
 from triage_jax.config import TrainConfig, from_dict, laid_over, load_yaml
 from triage_jax.run import resolve_model
 
-REGIMES = ("learning", "collapse")
-"""Where BF16 learns, and where NVFP4 collapses; the file of each is `regime_path`"""
+REGIMES = ("learning", "falling")
+"""Where BF16 learns, and where NVFP4 falls as well; the file of each is `regime_path`"""
 type Tree = dict[str, Any]
 Group = Literal["ablation", "rivals", "sources", "variants"]
 
@@ -104,8 +104,8 @@ ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
 
 
 def belongs(arm: Arm, regime: str) -> bool:
-    """Whether a regime asks for an arm: sources and variants where NVFP4 collapses only."""
-    return regime == "collapse" or arm.group in ("ablation", "rivals")
+    """Whether a regime asks for an arm: sources and variants where NVFP4 falls only."""
+    return regime == "falling" or arm.group in ("ablation", "rivals")
 
 
 def regime_path(regime: str) -> Path:

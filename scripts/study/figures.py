@@ -113,8 +113,8 @@ def write_figures(records: Records, folder: Path) -> list[Path]:
     for regime in REGIMES:
         figures[f"rewards_{regime}"] = reward_panels(records, regime, main, ("bf16", "naive"))
         figures[f"precursors_{regime}"] = precursor_panels(records, regime, shown)
-    figures["sources"] = reward_panels(records, "collapse", ("sources",), ("bf16", "naive"))
-    figures["variants"] = reward_panels(records, "collapse", ("variants",), ("naive", "triage"))
+    figures["sources"] = reward_panels(records, "falling", ("sources",), ("bf16", "naive"))
+    figures["variants"] = reward_panels(records, "falling", ("variants",), ("naive", "triage"))
     paths = []
     for name, figure in figures.items():
         if any(axis.lines for axis in figure.axes):

@@ -31,7 +31,7 @@ class Queue:
     arms: tuple[str, ...] = tuple(ARMS)
     """Arms by name, in this order"""
     regimes: tuple[str, ...] = REGIMES
-    """Regimes by name; sources and variants are run where NVFP4 collapses only"""
+    """Regimes by name; sources and variants are run where NVFP4 falls only"""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     results: Path = Path("docs/study/results")
     """Records of finished trials, versioned"""

@@ -46,12 +46,12 @@ class Block:
 
 MAIN: tuple[Group, ...] = ("ablation", "rivals")
 BLOCKS = (
-    Block(name="study", regime="collapse", groups=MAIN),
+    Block(name="study", regime="falling", groups=MAIN),
     Block(name="study-learning", regime="learning", groups=MAIN),
-    Block(name="study-sources", regime="collapse", groups=("sources",)),
-    Block(name="study-variants", regime="collapse", groups=("variants",)),
+    Block(name="study-sources", regime="falling", groups=("sources",)),
+    Block(name="study-variants", regime="falling", groups=("variants",)),
 )
-SIGNS = Block(name="study-signs", regime="collapse", groups=())
+SIGNS = Block(name="study-signs", regime="falling", groups=())
 SIGNS_OF = ("naive", "tis", "triage")
 """Arms whose precursors are listed"""
 

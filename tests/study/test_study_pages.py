@@ -47,7 +47,7 @@ def test_records_are_whole():
 def _trial(arm: str, seed: int, reward: float, collapse: int | None) -> Record:
     flat = {"reward": [reward] * 40, "gap": [0.05] * 40, "rho_asym": [1.5] * 39 + [None]}
     return {
-        "regime": "collapse",
+        "regime": "falling",
         "arm": arm,
         "seed": seed,
         "curves": flat,

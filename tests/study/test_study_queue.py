@@ -11,7 +11,7 @@ from scripts.study.run import Queue, alone, missing_trials
 from scripts.study.trial import FORMAT, WINDOW, run_trial
 from triage_jax.config import ConfigError, laid_over, load_yaml
 
-BASE = regime_path("collapse")
+BASE = regime_path("falling")
 ROOT = Path(__file__).parent.parent.parent
 SMALL = {
     "steps": 2,
@@ -47,13 +47,13 @@ def test_sources_are_switched_off_where_nvfp4_collapses():
     queue = Queue(arms=("naive", "parity"), seeds=(0,), results=Path("nowhere"))
     assert missing_trials(queue) == [
         ("learning", "naive", 0),
-        ("collapse", "naive", 0),
-        ("collapse", "parity", 0),
+        ("falling", "naive", 0),
+        ("falling", "parity", 0),
     ]
 
 
 def test_queue_refuses_a_record_of_another_configuration(tmp_path):
-    _record(tmp_path / "learning", "naive", 0, fingerprint(ARMS["naive"], regime_path("collapse")))
+    _record(tmp_path / "learning", "naive", 0, fingerprint(ARMS["naive"], regime_path("falling")))
     with pytest.raises(ConfigError, match=r"naive-0\.json: made with another configuration"):
         missing_trials(Queue(arms=("naive",), seeds=(0,), results=tmp_path))
 
