@@ -28,6 +28,7 @@ from triage_jax.learner import (
 from triage_jax.metrics import MetricLog, TensorBoard, Tracker, WeightsAndBiases, write_atomically
 from triage_jax.model import ModelConfig, Params, load_dequantized, load_model, save_model
 from triage_jax.model.load import load_config, read_json
+from triage_jax.nvfp4.experts import check_count
 from triage_jax.nvfp4.te import te_mesh
 from triage_jax.rollout import Engine, LocalEngine
 from triage_jax.rollout.sglang import SglangEngine
@@ -309,6 +310,8 @@ def _check_executions(config: TrainConfig, model: ModelConfig) -> None:
             tokens=rows * (rollout.max_prompt_tokens + rollout.max_new_tokens),
             devices=settings.mesh.data * settings.mesh.fsdp,
         )
+        for side in (learner, sampler):
+            check_count(side.expert_scopes, model.num_experts)
         if rollout.engine == "local" and sampler.execution not in ("float32", "bf16", "emulated"):
             raise ValueError(
                 f"sampler.execution is {sampler.execution!r}; the local engine accepts float32, bf16, emulated"

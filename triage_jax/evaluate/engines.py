@@ -30,8 +30,14 @@ def is_quantised(model_path: Path) -> bool:
 
 
 def open_local(config: EvaluateConfig, model: ModelConfig, path: Path, stack: ExitStack) -> Engine:
-    """The sampler in this process; raises ModelError for weights that cannot be read or do not fit the numerics."""
-    engine = LocalEngine(model, config.numerics, config.local)
+    """The sampler in this process; raises ModelError for weights that cannot be read or do not fit the numerics.
+
+    ConfigError for numerics that do not fit the model.
+    """
+    try:
+        engine = LocalEngine(model, config.numerics, config.local)
+    except ValueError as error:
+        raise ConfigError(f"numerics: {error}") from error
     stack.callback(engine.close)
     engine.update_weights(_sampler_params(config, path), 0)
     return engine

@@ -267,7 +267,7 @@ def _layer(
     if config.num_experts:
         y, routes = experts(x, layer, config, numerics)
         return hidden + y, routes
-    if numerics.execution == "bf16" and x.shape[1] == 1:
+    if numerics.execution == "bf16" and numerics.split_k == 1 and x.shape[1] == 1:
         return hidden + _mlp_of_step(x, layer), None
     gate, up = dot(x, "gate", "up")
     return hidden + dot(swiglu(gate, up, _hidden_dtype(numerics, x)), "down")[0].astype(x.dtype), None

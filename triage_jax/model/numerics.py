@@ -11,8 +11,10 @@ from jaxtyping import Array, Float
 
 from triage_jax.model.params import LayerParams, Params
 from triage_jax.nvfp4 import DotRecipe, Execution, Operand, QuantSpec, to_operand
+from triage_jax.nvfp4.experts import check_experts, stacked_operand
 from triage_jax.nvfp4.product import dense
-from triage_jax.nvfp4.spec import Backward
+from triage_jax.nvfp4.spec import Backward, ExpertScopes, GlobalProduct
+from triage_jax.nvfp4.split import split_of
 
 MLP = ("gate", "up", "down")
 ATTENTION = ("q", "k", "v", "o")
@@ -52,6 +54,12 @@ class Numerics:
     expert_capacity: float | None = None
     """Of a mixture: rows of each expert's buffer over its even share, from 1; null: no limit (sorted rows, or with
     scaled_matmul and te room for every token). What an expert has no room for is counted (moe/overflow_fraction)"""
+    expert_scopes: ExpertScopes = field(default_factory=ExpertScopes)
+    """Of a mixture: whether the experts of a layer share a global scale"""
+    split_k: int = 1
+    """Runs in which a forward product sums its contraction, each in float32, added in order; emulated and bf16 only"""
+    global_product: GlobalProduct = "decode"
+    """Product of the two global scales: decode, fl(Dx*Dw); encode, fl(1/fl(Sx*Sw)), compressed-tensors' 1/(Gx*Gw)"""
     hidden_rounding: Literal["bf16", "none"] = "bf16"
     """Rounding of SwiGLU's output before it is quantised; fused kernels have none"""
     kv_cache: Literal["bf16", "fp8_e4m3"] = "bf16"
@@ -72,6 +80,9 @@ class Numerics:
             raise ValueError(
                 f"expert_capacity is {self.expert_capacity}; accepted: null, or 1 and more even shares"
             )
+        split_of(self.recipe, self.execution)
+        if self.execution in NVFP4:
+            check_experts(self.recipe, self.execution)
 
     @property
     def recipe(self) -> DotRecipe:
@@ -81,6 +92,9 @@ class Numerics:
             backward=self.backward,
             stochastic_rounding=self.stochastic_rounding,
             hadamard=self.hadamard,
+            split_k=self.split_k,
+            global_product=self.global_product,
+            experts=self.expert_scopes,
         )
 
     @property
@@ -111,8 +125,9 @@ class Numerics:
 
     def describe(self) -> str:
         """One line for the start-up summary."""
+        split = f", sums in {self.split_k} runs" if self.split_k != 1 else ""
         if self.execution not in NVFP4:
-            return self.execution
+            return self.execution + split
         weight, activation = self.weight, self.activation
         last = (
             f" of all but the last {self.high_precision_layers} layers" if self.high_precision_layers else ""
@@ -120,11 +135,16 @@ class Numerics:
         kind = "W4A4" if self.quantize_activations else "W4A16"
         room = "" if self.expert_capacity is None else f", experts' capacity {self.expert_capacity:g}"
         shared = ", fused shards share a scale" if self.fused_shards else ""
+        if self.expert_scopes.weight == "layer":
+            shared += ", experts too"
+        scopes = self.expert_scopes.activation
+        own = "" if scopes is None else f", of each {scopes}" if scopes == "expert" else ", of all experts"
+        form = ", global scales joined as 1/(S·S)" if self.global_product == "encode" else ""
         return (
             f"NVFP4 {kind} {self.execution} on {'/'.join(self.quantized_names())}{last}; "
             f"weights {weight.tile} per {weight.scope} ({weight.rule}){shared}, "
-            f"activations {activation.tile} per {activation.scope} ({activation.rule}), "
-            f"{self.backward} backward{room}; the rest BF16"
+            f"activations {activation.tile} per {activation.scope} ({activation.rule}){own}, "
+            f"{self.backward} backward{room}{split}{form}; the rest BF16"
         )
 
 
@@ -140,13 +160,18 @@ def weight_of(leaf: Array | Operand, name: str, numerics: Numerics) -> Array | O
         return leaf
     weight = leaf.astype(source_dtype(name, numerics))
     if name in numerics.quantized_names() and not numerics.quantize_activations:
-        return _straight_through(weight, numerics.weight)
+        return _straight_through(weight, numerics)
     return weight
 
 
-def _straight_through(weight: Float[Array, "... N K"], spec: QuantSpec) -> Float[Array, "... N K"]:
+def _straight_through(weight: Float[Array, "... N K"], numerics: Numerics) -> Float[Array, "... N K"]:
     """The dequantised weight, with the gradient of the weight: its BF16 product has no quantiser of its own."""
-    rounded = _each_matrix(lambda matrix: dense(to_operand(matrix, spec)), weight)
+
+    def rounded_to_codes(array: Array) -> Array:
+        return dense(to_operand(array, numerics.weight))
+
+    shared = numerics.expert_scopes.weight == "layer"
+    rounded = rounded_to_codes(weight) if shared else _each_matrix(rounded_to_codes, weight)
     values = jax.lax.stop_gradient(rounded.astype(weight.dtype))
     return values + (weight - jax.lax.stop_gradient(weight))
 
@@ -193,17 +218,33 @@ def _operands(layers: LayerParams, numerics: Numerics) -> dict[str, Operand]:
     found: dict[str, Operand] = {}
     for group in groups:
         leaves = [getattr(layers, name) for name in group]
-        joined = _each_matrix(
-            lambda matrix: to_operand(matrix, numerics.weight), jnp.concatenate(leaves, axis=-2)
-        )
+        joined = _quantised_layers(jnp.concatenate(leaves, axis=-2), numerics)
         start = 0
         for name, leaf in zip(group, leaves, strict=True):
             rows = slice(start, start + leaf.shape[-2])
-            # One scale per matrix, or one per row.
-            scale = joined.scale if joined.scale.ndim < joined.values.ndim else joined.scale[..., rows, :]
-            found[name] = Operand(values=joined.values[..., rows, :], scale=scale)
+            found[name] = _rows_of(joined, rows)
             start = rows.stop
     return found
+
+
+def _quantised_layers(stack: Float[Array, "L *E N K"], numerics: Numerics) -> Operand:
+    """Every layer's weight; global scales of each matrix, or where experts share them of each layer."""
+    recipe = numerics.recipe
+    if stack.ndim > 3:
+        return jax.vmap(lambda experts: stacked_operand(experts, recipe))(stack)
+    return _each_matrix(
+        lambda matrix: to_operand(matrix, recipe.weight, keep_encode=recipe.keeps_encode), stack
+    )
+
+
+def _rows_of(joined: Operand, rows: slice) -> Operand:
+    """The outputs of one weight among those that were quantised with it."""
+
+    def part(leaf: Array) -> Array:
+        # One scale per matrix, or one per row.
+        return leaf if leaf.ndim < joined.values.ndim else leaf[..., rows, :]
+
+    return jax.tree.map(part, joined)
 
 
 def _each_matrix[Tree](function: Callable[[Array], Tree], stack: Array) -> Tree:

@@ -27,7 +27,7 @@ from triage_jax.model.load import (
 from triage_jax.model.numerics import Numerics
 from triage_jax.model.params import LayerParams, Leaf, Params, abstract_params
 from triage_jax.model.save import atomic_directory, copy_tokenizer, write_json
-from triage_jax.model.selection import WEIGHT, grouped, ignored_modules
+from triage_jax.model.selection import WEIGHT, grouped, ignored_modules, over_experts
 from triage_jax.model.stream import write_configs, write_quantized
 from triage_jax.model.tensors import Stored
 from triage_jax.nvfp4 import Operand, QuantizedTensor, dequantize, from_quantized
@@ -134,6 +134,8 @@ def save_quantized(
             "nothing is quantised; use save_model"
         )
     groups = grouped(modules) if numerics.fused_shards else [(module,) for module in modules]
+    if numerics.expert_scopes.weight == "layer":
+        groups = over_experts(groups)
     shapes = {name: leaf.shape[len(place) :] for name, (leaf, place) in leaves.items()}
     masters = {module + WEIGHT for module in modules} if numerics.weight_source == "float32" else set()
 

@@ -21,6 +21,7 @@ _PROJECTION = re.compile(
     r"(?P<name>[qkvo]_proj|gate_proj|up_proj|down_proj)"
 )
 _BLOCK = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _STACKED_EXPERTS = re.compile(r"mlp\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj)(\.weight)?$")
 
 
@@ -117,6 +118,14 @@ def grouped(modules: Sequence[str]) -> list[Group]:
     members: dict[str, list[str]] = {}
     for module in modules:
         members.setdefault(_product(module), []).append(module)
+    return [tuple(group) for group in members.values()]
+
+
+def over_experts(groups: Iterable[Group]) -> list[Group]:
+    """Groups that differ in the expert's number only, joined: what shares a scale where experts do."""
+    members: dict[str, list[str]] = {}
+    for group in groups:
+        members.setdefault(_EXPERT.sub(".experts.", group[0]), []).extend(group)
     return [tuple(group) for group in members.values()]
 
 

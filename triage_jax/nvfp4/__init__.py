@@ -16,4 +16,5 @@ from triage_jax.nvfp4.quantize import QuantizedTensor as QuantizedTensor
 from triage_jax.nvfp4.quantize import dequantize as dequantize
 from triage_jax.nvfp4.quantize import quantize as quantize
 from triage_jax.nvfp4.spec import DotRecipe as DotRecipe
+from triage_jax.nvfp4.spec import ExpertScopes as ExpertScopes
 from triage_jax.nvfp4.spec import QuantSpec as QuantSpec

@@ -107,8 +107,9 @@ def from_tensors(module: str, tensors: Mapping[str, np.ndarray]) -> QuantizedTen
     """The weight of a module in either layout, its codes and block scales bit for bit.
 
     compressed-tensors stores the inverse of the global scale; here it becomes 1/that, one float32 rounding, as servers
-    compute it. Raises ValueError naming the tensor that is missing or has another dtype or shape than the layout says,
-    for a block scale that is NaN or negative, and for a global scale that is not finite or is negative.
+    compute it, and is kept beside it as the encode scale. Raises ValueError naming the tensor that is missing or has
+    another dtype or shape than the layout says, for a block scale that is NaN or negative, and for a global scale that
+    is not finite or is negative.
     """
     layout = layout_of(module, tensors)
     if layout is None:
@@ -129,9 +130,12 @@ def from_tensors(module: str, tensors: Mapping[str, np.ndarray]) -> QuantizedTen
     accepted = np.isfinite(scale) and (scale > 0 if layout == "compressed-tensors" else scale >= 0)
     if not accepted:
         raise ValueError(f"{name}: is {scale}; accepted is a positive finite number")
-    decode = scale if layout == "modelopt" else np.float32(1) / scale
+    stored_decode = layout == "modelopt"
     return QuantizedTensor(
-        codes=unpack(jnp.asarray(codes)), scales=jnp.asarray(scales), global_scale=jnp.asarray(decode)
+        codes=unpack(jnp.asarray(codes)),
+        scales=jnp.asarray(scales),
+        global_scale=jnp.asarray(scale if stored_decode else np.float32(1) / scale),
+        encode_scale=None if stored_decode else jnp.asarray(scale),
     )
 
 

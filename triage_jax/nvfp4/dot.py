@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from triage_jax.nvfp4.backward import bf16_gradients, nvfp4_gradients, operand_gradient
 from triage_jax.nvfp4.operand import Operand, from_quantized
@@ -15,6 +15,7 @@ from triage_jax.nvfp4.product import Execution as Execution
 from triage_jax.nvfp4.product import along_output, bf16_product, contract, dense, product, quantised
 from triage_jax.nvfp4.quantize import QuantizedTensor
 from triage_jax.nvfp4.spec import DotRecipe
+from triage_jax.nvfp4.split import split_of
 from triage_jax.nvfp4.te import te_dot
 
 NVFP4: tuple[Execution, ...] = ("emulated", "scaled_matmul", "te")
@@ -33,9 +34,10 @@ def quantized_dot(
     execution
         "float32": the plain product in float32 (float64 if an operand is) at highest precision, with its own
         gradient.
-        "bf16": operands cast to BF16, float32 accumulation.
+        "bf16": operands cast to BF16, float32 accumulation, in `recipe.split_k` runs.
         "emulated": both operands quantised by `recipe` (a quantised weight is taken as it is), the BF16 product
-        of code × block scale with float32 accumulation, then times fl(sₓ·s_w) in float32.
+        of code × block scale with float32 accumulation, in as many runs, then times fl(Dₓ·D_w) in float32, or what
+        `recipe.global_product` says.
         "scaled_matmul": the same on `jax.nn.scaled_matmul`, native FP4 where the device has it; differs from
         "emulated" in the order of accumulation only.
         "te": forward and gradients by Transformer Engine, on Blackwell; refuses recipes that it would not follow.
@@ -44,9 +46,9 @@ def quantized_dot(
     float32; of the NVFP4 executions as `recipe.backward` says. `key` is a JAX random key for stochastic
     rounding, one per product and step. A quantised weight has no gradient and enters dx dequantised in BF16,
     whatever the recipe.
-    Raises ValueError on an unknown execution, on an NVFP4 one without a recipe, on "scaled_matmul" with an
-    `Operand` (whose codes are gone), on shapes that do not contract, and where a gradient is to be rounded
-    stochastically without a key.
+    Raises ValueError on an unknown execution, on an NVFP4 one without a recipe, on `split_k` with another than
+    "bf16" and "emulated", on "scaled_matmul" with an `Operand` (whose codes are gone), on shapes that do not contract,
+    and where a gradient is to be rounded stochastically without a key.
     """
     if execution not in get_args(Execution):
         raise ValueError(f"execution is {execution!r}; accepted: {', '.join(get_args(Execution))}")
@@ -59,13 +61,14 @@ def quantized_dot(
         raise ValueError(
             "quantized_dot: execution 'scaled_matmul' needs w as a QuantizedTensor, not an Operand"
         )
+    split_k = split_of(recipe, execution)
     if execution == "te":
         if recipe is None or isinstance(w, Operand | QuantizedTensor):
             raise ValueError("quantized_dot: execution 'te' quantises its weights itself; pass an array")
         return te_dot(x, w, recipe, key)
     if execution == "float32":
         return _plain(x, from_quantized(w) if isinstance(w, QuantizedTensor) else w)
-    return _dot(x, w, key, recipe if execution in NVFP4 else None, execution)
+    return _dot(x, w, key, recipe if execution in NVFP4 else None, execution, split_k)
 
 
 def _shape(w: Array | Operand | QuantizedTensor) -> tuple[int, ...]:
@@ -102,33 +105,41 @@ class _Multiplied:
     like_w: Float[Array, "0"]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _dot(
     x: Float[Array, "... K"],
     w: Float[Array, "N K"] | Operand | QuantizedTensor,
     key: Array | None,
     recipe: DotRecipe | None,
     execution: Execution,
+    split_k: int,
 ) -> Float[Array, "... N"]:
     if recipe is not None:
-        return product(*_operands(x, w, recipe, execution)).astype(x.dtype)
+        return _product(*_operands(x, w, recipe, execution), recipe).astype(x.dtype)
     right = from_quantized(w) if isinstance(w, QuantizedTensor) else w
     if isinstance(right, Operand):
-        y = bf16_product(x, x.ndim - 1, right.values, 1) * along_output(right.scale, x.ndim)
+        y = bf16_product(x, x.ndim - 1, right.values, 1, split_k) * along_output(right.scale, x.ndim)
     else:
-        y = bf16_product(x, x.ndim - 1, right, 1)
+        y = bf16_product(x, x.ndim - 1, right, 1, split_k)
     return y.astype(x.dtype)
+
+
+def _product(
+    a: Operand | QuantizedTensor, b: Operand | QuantizedTensor, recipe: DotRecipe
+) -> Float32[Array, "... N"]:
+    return product(a, b, split_k=recipe.split_k, form=recipe.global_product)
 
 
 def _operands(
     x: Array, w: Array | Operand | QuantizedTensor, recipe: DotRecipe, execution: Execution
 ) -> tuple[Operand | QuantizedTensor, Operand | QuantizedTensor]:
-    left = quantised(x, recipe.activation, execution)
+    keep = recipe.keeps_encode
+    left = quantised(x, recipe.activation, execution, keep_encode=keep)
     if isinstance(w, QuantizedTensor) and execution == "emulated":
         return left, from_quantized(w)
     if isinstance(w, Operand | QuantizedTensor):
         return left, w
-    return left, quantised(w, recipe.weight, execution)
+    return left, quantised(w, recipe.weight, execution, keep_encode=keep)
 
 
 def _forward(
@@ -137,18 +148,20 @@ def _forward(
     key: Array | None,
     recipe: DotRecipe | None,
     execution: Execution,
+    split_k: int,
 ) -> tuple[Array, _Unquantised | _Multiplied | Operand | QuantizedTensor]:
     if isinstance(w, Operand | QuantizedTensor):
-        return _dot(x, w, key, recipe, execution), w
+        return _dot(x, w, key, recipe, execution, split_k), w
     if recipe is not None and recipe.backward == "dequantized":
         left, right = _operands(x, w, recipe, execution)
-        return product(left, right).astype(x.dtype), _Multiplied(left, right, jnp.zeros(0, w.dtype))
-    return _dot(x, w, key, recipe, execution), _Unquantised(x, w, key)
+        return _product(left, right, recipe).astype(x.dtype), _Multiplied(left, right, jnp.zeros(0, w.dtype))
+    return _dot(x, w, key, recipe, execution, split_k), _Unquantised(x, w, key)
 
 
 def _backward(
     recipe: DotRecipe | None,
     execution: Execution,
+    split_k: int,
     saved: _Unquantised | _Multiplied | Operand | QuantizedTensor,
     g: Array,
 ) -> tuple[Array, Array | None, None]:

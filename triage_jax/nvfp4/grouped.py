@@ -8,9 +8,12 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from triage_jax.nvfp4.backward import rounding_keys, whole
+from triage_jax.nvfp4.experts import check_experts, sorted_amax, stacked_operand
+from triage_jax.nvfp4.global_product import factor, joined
 from triage_jax.nvfp4.hadamard import rotate
 from triage_jax.nvfp4.operand import Operand, to_operand
 from triage_jax.nvfp4.spec import BLOCK, DotRecipe
+from triage_jax.nvfp4.split import split_of, split_sum
 
 # Contraction over the last axes, x · wᵀ; over the outputs, g · w; over each group's own rows, gᵀ · x.
 _FORWARD = lax.RaggedDotDimensionNumbers(
@@ -35,11 +38,12 @@ def grouped_dot(
     """y[m] = x[m] · w[e(m)]ᵀ in x's dtype, where the rows of x are sorted by expert e, `group_sizes` rows each.
 
     Executions and gradients as in `quantized_dot`: "float32", "bf16", and "emulated", a BF16 product of dequantised
-    operands with float32 accumulation. Each expert's weight has its own scope; the activations of all experts are one
-    array, and so one scope "tensor". Rows past the last group give zeros.
+    operands with float32 accumulation. `recipe.experts` says which experts share a global scale: by default each
+    expert's weight has its own, and the activations of all are one array, and so one scope "tensor"; in a gradient's
+    products that quantise afresh that is so whatever the recipe says. Rows past the last group give zeros.
     `key` is for stochastic rounding, one per product and step.
-    Raises ValueError on another execution, on "emulated" without a recipe, on stochastic rounding without a key where
-    a gradient is taken, and on shapes that do not contract.
+    Raises ValueError on another execution, on "emulated" without a recipe, on scopes of experts that it would not
+    follow, on stochastic rounding without a key where a gradient is taken, and on shapes that do not contract.
     """
     shape = w.values.shape if isinstance(w, Operand) else w.shape
     if len(shape) != 3 or x.ndim != 2 or x.shape[1] != shape[2] or group_sizes.shape != shape[:1]:
@@ -47,18 +51,16 @@ def grouped_dot(
             f"grouped_dot: x [M, K], w [E, N, K] and group_sizes [E] must agree; got {x.shape}, {shape} and "
             f"{group_sizes.shape}"
         )
+    split_k = split_of(recipe, execution)
     if execution == "float32":
         return _plain(x, w, group_sizes)
     if execution not in ("bf16", "emulated"):
         raise ValueError(f"grouped_dot: execution is {execution!r}; accepted: float32, bf16, emulated")
     if execution == "emulated" and recipe is None:
         raise ValueError("grouped_dot: execution 'emulated' needs a DotRecipe")
-    return _straight_through(x, w, group_sizes, key, recipe if execution == "emulated" else None)
-
-
-def stacked_operand(w: Float[Array, "E N K"], recipe: DotRecipe) -> Operand:
-    """Every expert's weight quantised by itself; scales `[E]` or `[E, N, 1]`."""
-    return jax.vmap(lambda expert: to_operand(expert, recipe.weight))(w)
+    if recipe is not None:
+        check_experts(recipe, execution)
+    return _straight_through(x, w, group_sizes, key, recipe if execution == "emulated" else None, split_k)
 
 
 def _plain(x: Array, w: Array | Operand, sizes: Array) -> Array:
@@ -70,11 +72,11 @@ def _plain(x: Array, w: Array | Operand, sizes: Array) -> Array:
     return y.astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _straight_through(
-    x: Array, w: Array | Operand, sizes: Array, key: Array | None, recipe: DotRecipe | None
+    x: Array, w: Array | Operand, sizes: Array, key: Array | None, recipe: DotRecipe | None, split_k: int
 ) -> Array:
-    return _forward(x, w, sizes, key, recipe)[0]
+    return _forward(x, w, sizes, key, recipe, split_k)[0]
 
 
 type _Residuals = tuple[Array | Operand, Array | Operand, Array | None, Array, Array | None]
@@ -82,22 +84,23 @@ type _Residuals = tuple[Array | Operand, Array | Operand, Array | None, Array, A
 
 
 def _forward(
-    x: Array, w: Array | Operand, sizes: Array, key: Array | None, recipe: DotRecipe | None
+    x: Array, w: Array | Operand, sizes: Array, key: Array | None, recipe: DotRecipe | None, split_k: int
 ) -> tuple[Array, _Residuals]:
     like_w = None if isinstance(w, Operand) else jnp.zeros(0, w.dtype)
     left, right = x, w
     if recipe is not None:
-        left = to_operand(x, recipe.activation)
+        amax = sorted_amax(recipe, sizes, len(x))
+        left = to_operand(x, recipe.activation, scope_amax=amax, keep_encode=recipe.keeps_encode)
         right = w if isinstance(w, Operand) else stacked_operand(w, recipe)
-    scale = _row_scales(right, sizes, len(x)) * (left.scale if isinstance(left, Operand) else 1.0)
-    y = _product(_values(left), _values(right), sizes, _FORWARD) * scale
+    scale = _joined_scales(left, right, sizes, recipe)
+    y = _split_product(_values(left), _values(right), sizes, split_k) * scale
     multiplied = recipe is not None and recipe.backward == "dequantized"
     kept = (left, right) if multiplied else (x, w)
     return y.astype(x.dtype), (kept[0], kept[1], like_w, sizes, key)
 
 
 def _backward(
-    recipe: DotRecipe | None, residuals: _Residuals, g: Array
+    recipe: DotRecipe | None, split_k: int, residuals: _Residuals, g: Array
 ) -> tuple[Array, Array | None, None, None]:
     x, w, like_w, sizes, key = residuals
     if like_w is None:
@@ -169,12 +172,32 @@ def _dense(operand: Array | Operand) -> Array:
     )
 
 
+def _joined_scales(
+    x: Array | Operand, w: Array | Operand, sizes: Array, recipe: DotRecipe | None
+) -> Float32[Array, "..."] | float:
+    """What each row's products are multiplied by; without a recipe x is no operand."""
+    if recipe is None or not isinstance(x, Operand) or not isinstance(w, Operand):
+        return _row_scales(w, sizes, len(_values(x)))
+    form = recipe.global_product
+    return joined(_of_rows(factor(w, form), sizes, len(x.values)), factor(x, form), form)
+
+
 def _row_scales(w: Array | Operand, sizes: Array, rows: int) -> Float32[Array, "..."] | float:
     """What each row's expert scales its outputs with: [M, 1], [M, N], or 1."""
-    if not isinstance(w, Operand):
-        return 1.0
+    return _of_rows(w.scale, sizes, rows) if isinstance(w, Operand) else 1.0
+
+
+def _of_rows(scale: Float32[Array, "E *_"], sizes: Array, rows: int) -> Float32[Array, "M _"]:
+    """Each row's own of every expert's scales."""
     expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=rows)
-    return w.scale.reshape(len(sizes), -1)[expert]
+    return scale.reshape(len(sizes), -1)[expert]
+
+
+def _split_product(a: Array, b: Array, sizes: Array, split_k: int) -> Float32[Array, "M N"]:
+    """The forward's product in `split_k` runs of the contraction."""
+    if split_k == 1:
+        return _product(a, b, sizes, _FORWARD)
+    return split_sum(lambda at: _product(a[:, at], b[..., at], sizes, _FORWARD), a.shape[1], split_k)
 
 
 def _product(

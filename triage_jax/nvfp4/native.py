@@ -7,12 +7,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float8e4m3fn, Float32, UInt8
 
+from triage_jax.nvfp4.global_product import factor, joined
 from triage_jax.nvfp4.quantize import QuantizedTensor
-from triage_jax.nvfp4.spec import BLOCK
+from triage_jax.nvfp4.spec import BLOCK, GlobalProduct
 
 
-def block_scaled_product(a: QuantizedTensor, b: QuantizedTensor) -> Float32[Array, "... N"]:
+def block_scaled_product(
+    a: QuantizedTensor, b: QuantizedTensor, form: GlobalProduct = "decode"
+) -> Float32[Array, "... N"]:
     """y[..., m, n] = fl(g_a·g_b) · Σₖ (codeₐ·scaleₐ)[..., m, k] · (code_b·scale_b)[..., n, k] in float32.
+
+    `form` "encode" multiplies by fl(1/fl(S_a·S_b)) instead, of the operands' encode scales.
 
     b [N, K] serves every row of a [..., K]; b [..., N, K] and a [..., M, K] are paired along their leading axes
     (experts). A global scale is a scalar, one per leading index, or broadcasts against the operand with K = 1.
@@ -37,11 +42,11 @@ def block_scaled_product(a: QuantizedTensor, b: QuantizedTensor) -> Float32[Arra
         flat(e4m3_array(b.scales)),
     )
     shape = (*a.codes.shape[:-1], b.codes.shape[-2])
-    left = _column(a.global_scale, a.codes.ndim)
-    right = jnp.swapaxes(_column(b.global_scale, b.codes.ndim), -1, -2)
+    left = _column(factor(a, form), a.codes.ndim)
+    right = jnp.swapaxes(_column(factor(b, form), b.codes.ndim), -1, -2)
     # Of an unbatched b only [1, N] is left to broadcast; ranks are kept equal, as strict promotion wants them.
     right = right.reshape((1,) * (len(shape) - right.ndim) + right.shape) if len(shape) > 1 else right[0]
-    return lax.stop_gradient(y.reshape(shape) * (left * right))
+    return lax.stop_gradient(y.reshape(shape) * joined(left, right, form))
 
 
 def e2m1_array(codes: UInt8[Array, "..."]) -> Array:

@@ -9,7 +9,7 @@ from jaxtyping import Array, BFloat16, Float, Float32
 
 from triage_jax.nvfp4.formats import e2m1_decode, e4m3_decode
 from triage_jax.nvfp4.quantize import QuantizedTensor, block_scales, rounded
-from triage_jax.nvfp4.scales import spread
+from triage_jax.nvfp4.scales import ScopeAmax, spread
 from triage_jax.nvfp4.spec import QuantSpec
 
 
@@ -20,17 +20,30 @@ class Operand:
 
     values: BFloat16[Array, "... K"]
     scale: Float32[Array, "..."]
+    encode: Float32[Array, "..."] | None = None
+    """S of `rules`, where a product wants it: 1/S is not always `scale`'s very bits"""
 
 
-def to_operand(x: Float[Array, "... K"], spec: QuantSpec, key: Array | None = None) -> Operand:
-    """Quantise straight to the product's form: equal to `from_quantized(quantize(x, spec, key))` bit for bit.
+def to_operand(
+    x: Float[Array, "... K"],
+    spec: QuantSpec,
+    key: Array | None = None,
+    scope_amax: ScopeAmax | None = None,
+    *,
+    keep_encode: bool = False,
+) -> Operand:
+    """Quantise straight to the product's form: equal to `from_quantized(quantize(...))` of the same, bit for bit.
 
     The sign of zero is the one exception (rounding to nearest, every zero is +0 here). Carries no gradient.
     """
     x = lax.stop_gradient(x)
-    scales = block_scales(x, spec)
+    scales = block_scales(x, spec, scope_amax)
     values = rounded(x, scales, spec, key) * spread(scales.decode)
-    return Operand(values=_exact_bf16(values), scale=scales.global_scale)
+    return Operand(
+        values=_exact_bf16(values),
+        scale=scales.global_scale,
+        encode=scales.encode_scale if keep_encode else None,
+    )
 
 
 def _exact_bf16(x: Float32[Array, "..."]) -> BFloat16[Array, "..."]:
@@ -43,4 +56,4 @@ def _exact_bf16(x: Float32[Array, "..."]) -> BFloat16[Array, "..."]:
 def from_quantized(q: QuantizedTensor) -> Operand:
     """The operand of stored codes and scales."""
     values = e2m1_decode(q.codes) * spread(e4m3_decode(q.scales))
-    return Operand(values=values.astype(jnp.bfloat16), scale=q.global_scale)
+    return Operand(values=values.astype(jnp.bfloat16), scale=q.global_scale, encode=q.encode_scale)

@@ -1,5 +1,7 @@
 """Block and global scales: the choices of `rules` as float32 arithmetic that XLA leaves as written."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -13,6 +15,9 @@ from triage_jax.nvfp4.spec import BLOCK, QuantSpec
 FLT_MAX = np.finfo(np.float32).max
 FLT_MIN = np.finfo(np.float32).tiny
 SIXTH = np.float32(1 / 6)
+
+type ScopeAmax = Callable[[UInt32[Array, "... blocks"]], Float32[Array, "..."]]
+"""A of each scope from the bits that `block_amax` gives"""
 
 
 @struct.dataclass
@@ -59,9 +64,14 @@ def over_rows(tiles: Array, rows: int) -> Array:
     return jnp.repeat(tiles, BLOCK, axis=-2)[..., :rows, :]
 
 
-def global_scales(block: UInt32[Array, "... blocks"], spec: QuantSpec) -> GlobalScales:
-    """Scales of the scope from its blocks' largest magnitudes; raises ValueError where shards do not divide rows."""
-    amax = _scope_amax(block, spec)
+def global_scales(
+    block: UInt32[Array, "... blocks"], spec: QuantSpec, scope_amax: ScopeAmax | None = None
+) -> GlobalScales:
+    """Scales of the scope from its blocks' largest magnitudes; raises ValueError where shards do not divide rows.
+
+    `scope_amax` finds A in place of the spec's scope, a scalar or [..., 1]: scopes that are neither the array nor rows.
+    """
+    amax = _scope_amax(block, spec) if scope_amax is None else scope_amax(block)
     span = np.float32(E2M1_MAX * spec.bound)
     encode, decode = _CHAINS[spec.arithmetic.chain](amax, span)
     return GlobalScales(amax, encode, decode)

@@ -12,6 +12,8 @@ Scope = Literal["tensor", "row", "static", "shard"]
 FourOverSix = Literal["mae", "mse"]
 Bound = Literal[448, 256]
 Backward = Literal["bf16", "dequantized", "nvfp4"]
+GlobalProduct = Literal["decode", "encode"]
+Sharing = Literal["expert", "layer"]
 
 BLOCK = 16
 
@@ -97,12 +99,63 @@ class QuantSpec:
         )
 
 
-def _check_name(field: str, value: str | int, accepted: object) -> None:
+def _check_name(field: str, value: str | int, accepted: object, kind: str = "QuantSpec") -> None:
     names = get_args(accepted)
     if value not in names:
-        raise ValueError(
-            f"QuantSpec.{field} is {value!r}; accepted: {', '.join(str(name) for name in names)}"
-        )
+        raise ValueError(f"{kind}.{field} is {value!r}; accepted: {', '.join(str(name) for name in names)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertScopes:
+    """Which experts of a layer share a float32 global scale in the forward products; dense products have none of it.
+
+    weight: "expert", each expert's matrix has its own; "layer", one of the largest magnitude of all experts.
+    activation: "layer", the rows of all experts have one; "expert", the rows of each their own; None, as the execution
+        has it: "te" each expert's, every other execution one. Scopes of rows know no experts.
+    static_amax: calibrated largest magnitudes in units of x, one for each expert, in place of the spec's single one
+        (scope "static"). Shared, the largest of them counts, as in servers whose kernels take one scale of all experts
+        (SGLang's modelopt_quant.py with CUTLASS and TRT-LLM; its CuTe-DSL runner keeps each expert's).
+    Raises ValueError on an unknown name and on a static_amax that is empty, not positive or not finite in float32.
+    """
+
+    weight: Sharing = "expert"
+    activation: Sharing | None = None
+    static_amax: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("weight", self.weight, Sharing, "ExpertScopes")
+        if self.activation is not None:
+            _check_name("activation", self.activation, Sharing, "ExpertScopes")
+        if self.static_amax is None:
+            return
+        largest = float(np.finfo(np.float32).max)
+        if not self.static_amax or not all(0 < amax <= largest for amax in self.static_amax):
+            raise ValueError(
+                f"ExpertScopes.static_amax is {self.static_amax}; accepted: for each expert one number, positive and "
+                "finite in float32"
+            )
+
+    def check(self, weight: QuantSpec, activation: QuantSpec) -> None:
+        """Raises ValueError where these scopes mean nothing beside the operands' own."""
+        if self.weight == "layer" and weight.scope != "tensor":
+            raise ValueError(
+                f"ExpertScopes.weight is 'layer' with weight.scope {weight.scope!r}; accepted: 'tensor'"
+            )
+        if self.static_amax is not None and activation.scope != "static":
+            raise ValueError(
+                f"ExpertScopes.static_amax goes with activation.scope 'static', got {activation.scope!r}"
+            )
+        if self.activation != "expert":
+            return
+        if activation.scope == "static" and self.static_amax is None:
+            raise ValueError(
+                "ExpertScopes.activation is 'expert' with activation.scope 'static'; needs static_amax"
+            )
+        if activation.tile != "1x16":
+            raise ValueError(
+                "ExpertScopes.activation is 'expert' with activation.tile '16x16', whose rows may be of two experts; "
+                "accepted: '1x16'"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +168,14 @@ class DotRecipe:
     stochastic_rounding: rounds that gradient at random, without bias (8 random bits an element);
     hadamard: rotates both operands of the weight's gradient along the tokens, in groups of 16.
     The two switches have no meaning for the other backwards.
-    Raises ValueError on an unknown backward, and unless `gradient` has a scope "tensor" or "row" and no 4-over-6.
+    split_k: the forward's contraction is cut into as many runs of whole blocks (`split.chunks`), each accumulated in
+        float32, and their sums are added in float32 in order; of "emulated" and "bf16", the others refuse it.
+    global_product: what the forward's sum is multiplied by, in float32, D and S being the scales of `rules`: "decode",
+        fl(D_x·D_w) (Transformer Engine; ModelOpt's input_scale·weight_scale_2); "encode", fl(1/fl(S_x·S_w))
+        (compressed-tensors' 1/(G_x·G_w)).
+    experts: which experts share a global scale.
+    Raises ValueError on an unknown name, on a split_k below 1, on scopes of experts that the operands have no use for,
+    and unless `gradient` has a scope "tensor" or "row" and no 4-over-6.
     """
 
     weight: QuantSpec
@@ -124,13 +184,22 @@ class DotRecipe:
     gradient: QuantSpec = dataclasses.field(default_factory=QuantSpec)
     stochastic_rounding: bool = True
     hadamard: bool = True
+    split_k: int = 1
+    global_product: GlobalProduct = "decode"
+    experts: ExpertScopes = dataclasses.field(default_factory=ExpertScopes)
 
     def __post_init__(self) -> None:
-        if self.backward not in get_args(Backward):
-            raise ValueError(
-                f"DotRecipe.backward is {self.backward!r}; accepted: {', '.join(get_args(Backward))}"
-            )
+        _check_name("backward", self.backward, Backward, "DotRecipe")
+        _check_name("global_product", self.global_product, GlobalProduct, "DotRecipe")
+        if self.split_k < 1:
+            raise ValueError(f"DotRecipe.split_k is {self.split_k}; accepted: 1 or more")
+        self.experts.check(self.weight, self.activation)
         if self.gradient.scope not in ("tensor", "row") or self.gradient.four_over_six:
             raise ValueError(
                 f"DotRecipe.gradient needs scope 'tensor' or 'row' and no four_over_six, got {self.gradient}"
             )
+
+    @property
+    def keeps_encode(self) -> bool:
+        """Whether the forward's operands carry S beside D."""
+        return self.global_product == "encode"

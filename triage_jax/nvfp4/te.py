@@ -20,7 +20,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16
 
+from triage_jax.nvfp4.experts import check_experts
 from triage_jax.nvfp4.spec import DotRecipe, QuantSpec
+from triage_jax.nvfp4.split import split_of
 
 VERSION = "2.20.2"
 ELSEWHERE = "execution 'scaled_matmul' can"
@@ -87,6 +89,13 @@ def check_recipe(recipe: DotRecipe) -> None:
         raise ValueError(
             f"te: backward is {recipe.backward!r}, accepted 'nvfp4': Transformer Engine's backward_override is ignored "
             f"in JAX; {ELSEWHERE}"
+        )
+    split_of(recipe, "te")
+    check_experts(recipe, "te")
+    if recipe.global_product != "decode":
+        raise ValueError(
+            f"te: global_product is {recipe.global_product!r}, accepted 'decode': Transformer Engine multiplies the "
+            f"decode scales; {ELSEWHERE}"
         )
 
 

@@ -20,6 +20,7 @@ from triage_jax.model import (
     serving_params,
     step_logits,
 )
+from triage_jax.nvfp4.experts import check_count
 from triage_jax.rollout.protocol import (
     Capabilities,
     Progress,
@@ -67,6 +68,8 @@ class LocalEngine:
         numerics: Numerics,
         settings: LocalEngineConfig | None = None,
     ) -> None:
+        """Raises ValueError where `numerics` have calibrated scales of experts that the model does not have."""
+        check_count(numerics.expert_scopes, config.num_experts)
         self._config = config
         self._numerics = numerics
         self._settings = settings or LocalEngineConfig()
