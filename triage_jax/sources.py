@@ -16,22 +16,25 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import yaml
 from rich.console import Console
 from rich.table import Table
 
-from triage_jax.config import ConfigError
+from triage_jax.config import ConfigError, NumericsSection, from_dict
 from triage_jax.learner import RolloutBatch, pack_batch
 from triage_jax.model import (
     ModelConfig,
     ModelError,
     Numerics,
     Params,
-    forward,
     head_of,
     load_model,
     token_logprobs,
 )
+from triage_jax.model.forward import forward_routed
+from triage_jax.model.moe import NO_ROOM
 from triage_jax.model.presets import PRESETS
+from triage_jax.nvfp4.experts import check_count
 from triage_jax.report import BLUE, GREY
 from triage_jax.rollout import LocalEngine, LocalEngineConfig, Request, SamplingParams
 from triage_jax.run import resolve_model
@@ -56,6 +59,11 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "SwiGLU output rounding": ("hidden_rounding",),
     "router precision": ("router",),
     "expert weighting": ("expert_weighting",),
+    "experts' weight scope": ("expert_scopes.weight",),
+    "experts' activation scope": ("expert_scopes.activation", "expert_scopes.static_amax"),
+    "experts' capacity": ("expert_capacity",),
+    "split-K accumulation": ("split_k",),
+    "product of global scales": ("global_product",),
     "KV cache": ("kv_cache",),
 }
 """Sources of the gap, and the fields of `Numerics` that only make sense together"""
@@ -77,6 +85,8 @@ class Share:
     """5 % quantile of d = log-probability with the source minus without"""
     within: float
     """Share of tokens with |d| < 0.05"""
+    overflow: float | None = None
+    """Share of pairs of token and expert without room, of all layers and valid tokens; None where there is no limit"""
 
 
 def differences(learner: Numerics, sampler: Numerics) -> Iterator[tuple[str, str, str, Numerics | None]]:
@@ -117,7 +127,14 @@ def _words(values: tuple[object, ...]) -> str:
     return " ".join(str(value) for value in values if value is not None)
 
 
-def share(source: str, learner: str, sampler: str, with_source: np.ndarray, without: np.ndarray) -> Share:
+def share(
+    source: str,
+    learner: str,
+    sampler: str,
+    with_source: np.ndarray,
+    without: np.ndarray,
+    overflow: float | None = None,
+) -> Share:
     """Statistics of the difference of two vectors of log-probabilities."""
     d = with_source.astype(np.float64) - without.astype(np.float64)
     return Share(
@@ -128,6 +145,7 @@ def share(source: str, learner: str, sampler: str, with_source: np.ndarray, with
         k3=float(np.mean(np.expm1(d) - d)),
         q05=float(np.quantile(d, 0.05)),
         within=float(np.mean(np.abs(d) < 0.05)),
+        overflow=overflow,
     )
 
 
@@ -138,41 +156,50 @@ def measure(
     mask = np.asarray(batch.mask)
     score = partial(_score, params, batch, config=config)
 
-    def logp(numerics: Numerics, padding: int = 0) -> np.ndarray:
+    def logp(numerics: Numerics, padding: int = 0) -> tuple[np.ndarray, float | None]:
         # The gradient's settings change no log-probability, and would compile it anew.
         forward_only = replace(numerics, backward="bf16", stochastic_rounding=True, hadamard=True)
-        return np.asarray(score(numerics=forward_only, padding=padding))[mask]
+        scores, overflow = score(numerics=forward_only, padding=padding)
+        return np.asarray(scores)[mask], None if overflow is None else float(overflow)
 
-    base, whole = logp(sampler), logp(learner)
+    (base, lost), (whole, lost_by_learner) = logp(sampler), logp(learner)
     drawn = np.asarray(batch.sampler_logp)[mask]
-    rows = [
-        share(source, ours, theirs, logp(switched), base)
-        for source, ours, theirs, switched in differences(learner, sampler)
-        if switched is not None
-    ]
+    rows = []
+    for source, ours, theirs, switched in differences(learner, sampler):
+        if switched is not None:
+            scores, overflow = logp(switched)
+            rows.append(share(source, ours, theirs, scores, base, overflow))
     rows.sort(key=lambda row: -row.mean_abs)
+    padded, lost_by_padded = logp(learner, PADDING)
     return [
         *rows,
-        share(f"{PADDING} more padding columns, learner's recipe", "", "", logp(learner, PADDING), whole),
-        share("whole rows instead of cached decode", "", "", base, drawn),
-        share("all switches together", "", "", whole, base),
-        share("the gap: learner minus sampler", "", "", whole, drawn),
+        share(f"{PADDING} more padding columns, learner's recipe", "", "", padded, whole, lost_by_padded),
+        share("whole rows instead of cached decode", "", "", base, drawn, lost),
+        share("all switches together", "", "", whole, base, lost_by_learner),
+        share("the gap: learner minus sampler", "", "", whole, drawn, lost_by_learner),
     ]
 
 
 @partial(jax.jit, static_argnames=("config", "numerics", "padding"))
 def _score(
     params: Params, batch: RolloutBatch, *, config: ModelConfig, numerics: Numerics, padding: int
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
+    """Log-probabilities, and the share of pairs of token and expert without room where there is a limit."""
     left = ((0, 0), (padding, 0))
     tokens, valid = jnp.pad(batch.tokens, left), jnp.pad(batch.valid, left)
-    hidden = forward(params, tokens, valid, config, numerics)
+    hidden, routes = forward_routed(params, tokens, valid, config, numerics)
     width = batch.mask.shape[1]
-    return token_logprobs(hidden[:, -width - 1 : -1], head_of(params), tokens[:, -width:]).logp
+    logp = token_logprobs(hidden[:, -width - 1 : -1], head_of(params), tokens[:, -width:]).logp
+    if routes is None or numerics.expert_capacity is None:
+        return logp, None
+    return logp, jnp.mean(routes == NO_ROOM, where=valid[None, :, :, None])
 
 
 def draw(path: Path, params: Params, config: ModelConfig, sampler: Numerics, options: argparse.Namespace):
-    """A batch of responses to sums, drawn with the sampler's recipe at temperature 1."""
+    """A batch of responses to sums, drawn with the sampler's recipe at temperature 1.
+
+    Without its limit of the experts' rows, which the local engine does not have: it counts where rows are scored.
+    """
     codec = load_tokenizer(path)
     task = ArithmeticTask(ArithmeticConfig(digits=options.digits, terms=options.terms))
     prompts = [tuple(encode_prompt(task.problem(index), codec)) for index in range(options.prompts)]
@@ -180,7 +207,8 @@ def draw(path: Path, params: Params, config: ModelConfig, sampler: Numerics, opt
         Request(uid=str(index), prompt_ids=ids, seed=options.seed * 2**20 + index)
         for index, ids in enumerate(prompts)
     ]
-    engine = LocalEngine(config, sampler, LocalEngineConfig(batch_size=options.prompts))
+    unlimited = replace(sampler, expert_capacity=None)
+    engine = LocalEngine(config, unlimited, LocalEngineConfig(batch_size=options.prompts))
     engine.update_weights(params, 0)
     samples = engine.generate(requests, SamplingParams(max_new_tokens=options.new_tokens))
     engine.close()
@@ -193,18 +221,32 @@ def draw(path: Path, params: Params, config: ModelConfig, sampler: Numerics, opt
 
 
 def show(rows: Sequence[Share], console: Console | None = None) -> None:
-    """The table; the last four rows are no switches."""
+    """The table; the last four rows are no switches. A column for experts without room where any has a limit."""
+    limited = any(row.overflow is not None for row in rows)
     table = Table(title="difference d of log-probabilities, nats per token", title_justify="left")
     for heading in ("source", "learner", "sampler"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("mean |d|", "k3", "q05", "|d|<0.05"):
+    for heading in ("mean |d|", "k3", "q05", "|d|<0.05", *(["no room"] if limited else [])):
         table.add_column(heading, no_wrap=True, justify="right")
     for index, row in enumerate(rows):
         if index == len(rows) - 4:
             table.add_section()
-        numbers = (f"{row.mean_abs:.4f}", f"{row.k3:.5f}", f"{row.q05:+.4f}", f"{row.within:.1%}")
+        numbers = [f"{row.mean_abs:.4f}", f"{row.k3:.5f}", f"{row.q05:+.4f}", f"{row.within:.1%}"]
+        if limited:
+            numbers.append("" if row.overflow is None else f"{row.overflow:.2%}")
         table.add_row(row.source, row.learner, row.sampler, *numbers)
     (console or Console(highlight=False)).print(table)
+
+
+def overflow_warning(rows: Sequence[Share]) -> str | None:
+    """What to say where experts lacked room: that difference is not one of rounding."""
+    lost = max((row.overflow for row in rows if row.overflow is not None), default=0.0)
+    if not lost:
+        return None
+    return (
+        f"warning: experts had no room for up to {lost:.2%} of their tokens (expert_capacity), whose outputs are "
+        "missing there: a row that has a share in the column 'no room' measures that loss too; raise expert_capacity"
+    )
 
 
 def draw_figure(rows: Sequence[Share], title: str, path: Path) -> None:
@@ -222,6 +264,15 @@ def draw_figure(rows: Sequence[Share], title: str, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def recipe_of(side: str, text: str) -> Numerics:
+    """A recipe by its name or as YAML; raises ConfigError naming the side for anything else."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--{side}: not valid YAML: {error}") from None
+    return getattr(from_dict(NumericsSection, {side: value}, "command line", "--"), side)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 measured, 2 wrong usage."""
     parser = argparse.ArgumentParser(
@@ -234,7 +285,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for side, default in (("learner", "te_default"), ("sampler", "sglang_per_token")):
         parser.add_argument(
-            f"--{side}", default=default, choices=PRESETS, help=f"recipe (default: {default})"
+            f"--{side}",
+            default=default,
+            help=f"recipe: {', '.join(PRESETS)}; or YAML as in a configuration, such as "
+            f"'{{preset: {default}, split_k: 4}}' (default: {default})",
         )
     parser.add_argument("--prompts", type=int, default=64, help="sums to answer (default: 64)")
     parser.add_argument("--digits", type=int, default=1, help="of each number (default: 1)")
@@ -244,10 +298,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--figure", type=Path, help="also draw a bar chart here (PNG)")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args(arguments)
-    learner, sampler = PRESETS[options.learner], PRESETS[options.sampler]
     try:
+        learner, sampler = (recipe_of(side, getattr(options, side)) for side in ("learner", "sampler"))
         path = resolve_model(options.model)
         params, config = load_model(path)
+        for numerics in (learner, sampler):
+            check_count(numerics.expert_scopes, config.num_experts)
         batch = draw(path, params, config, sampler, options)
     except (ConfigError, ModelError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -259,6 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{int(np.asarray(batch.mask).sum())} tokens of {options.prompts} responses, {options.model}"
     )
     show(rows, console)
+    if warning := overflow_warning(rows):
+        console.print(warning, style="yellow", soft_wrap=True)
     for source, ours, theirs, switched in differences(learner, sampler):
         if switched is None:
             console.print(f"not alone: {source} ({ours} against {theirs})")
