@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from textwrap import wrap
 
 import jax
 import jax.numpy as jnp
@@ -249,18 +250,20 @@ def overflow_warning(rows: Sequence[Share]) -> str | None:
     )
 
 
-def draw_figure(rows: Sequence[Share], title: str, path: Path) -> None:
-    """Bars of mean |d|, the switches above the rest."""
+def draw_figure(rows: Sequence[Share], learner: str, sampler: str, path: Path) -> None:
+    """Bars of mean |d|, the switches above the rest, under the two recipes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 1.2 + 0.34 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(8, 1.5 + 0.34 * len(rows)), layout="constrained")
     axis = figure.subplots()
     colours = [BLUE] * (len(rows) - 4) + [GREY] * 4
     bars = axis.barh([row.source for row in rows], [row.mean_abs for row in rows], color=colours)
     axis.bar_label(bars, fmt="%.4f", padding=3, fontsize=8)
     axis.invert_yaxis()
     axis.margins(x=0.12)
-    axis.set(title=title, xlabel="mean |difference of log-probability|, nats per token")
+    axis.set(xlabel="mean |difference of log-probability|, nats per token")
+    title = [line for side in (f"learner: {learner}", f"sampler: {sampler}") for line in wrap(side, 120)]
+    figure.suptitle("\n".join(title), fontsize=9, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
 
 
@@ -321,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if switched is None:
             console.print(f"not alone: {source} ({ours} against {theirs})")
     if options.figure:
-        draw_figure(rows, f"{options.learner} learner, {options.sampler} sampler", options.figure)
+        draw_figure(rows, options.learner, options.sampler, options.figure)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0
