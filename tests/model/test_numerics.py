@@ -12,8 +12,10 @@ from tests.tiny import tiny_config, tiny_params
 from triage_jax.model import KVCache, Numerics, forward, forward_cached, serving_params
 from triage_jax.model.forward import _dots
 from triage_jax.model.moe import moe_mlp
+from triage_jax.model.numerics import fused_weight
 from triage_jax.model.presets import PRESETS
 from triage_jax.nvfp4 import Operand, QuantSpec, dequantize, quantize
+from triage_jax.nvfp4.product import dense
 
 CONFIG = tiny_config()
 MOE = tiny_config(architecture="qwen3_moe", num_experts=4, experts_per_token=2, norm_topk_prob=True)
@@ -122,6 +124,24 @@ def test_w4a16_is_bf16_on_dequantised_weights(params, tokens):
     assert _gap(_sampler(params, tokens, w4a16)[0], expected) < 5e-2
     grads = _gradient(params, tokens, w4a16)
     assert all(np.any(getattr(grads.layers, name)) for name in ("gate", "up", "down"))
+
+
+def test_fused_shards_share_a_scale_in_w4a16_too(params, tokens):
+    """What the learner multiplies is what the sampler holds, bit for bit."""
+    loud = replace(params, layers=replace(params.layers, up=params.layers.up * 8))
+    fused = replace(ROWS, quantize_activations=False, fused_shards=True, layers="linear")
+    held = serving_params(loud, fused).layers[0]
+    first = jax.tree.map(lambda leaf: leaf[0], loud.layers)
+    for group in (("q", "k", "v"), ("gate", "up")):
+        ours = fused_weight([getattr(first, name) for name in group], group[0], fused)
+        theirs = jnp.concatenate([dense(getattr(held, name)).astype(jnp.bfloat16) for name in group])
+        np.testing.assert_array_equal(ours, theirs)
+        assert fused_weight([getattr(held, name) for name in group], group[0], fused) is None
+    assert (
+        _gap(_learner(loud, tokens, fused), _learner(loud, tokens, replace(fused, fused_shards=False))) > 1e-3
+    )
+    assert _gap(_sampler(loud, tokens, fused)[0], _learner(loud, tokens, fused)) < 5e-2
+    assert np.any(_gradient(loud, tokens, fused).layers.gate)
 
 
 def test_masters_or_their_bf16_rounding_are_quantised(params):

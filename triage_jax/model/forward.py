@@ -22,9 +22,9 @@ from triage_jax.model.attention import Attend, causal_attention
 from triage_jax.model.config import ModelConfig
 from triage_jax.model.layout import gathered, meshed, split_rows
 from triage_jax.model.moe import moe_mlp
-from triage_jax.model.numerics import ATTENTION, MLP, Numerics, source_dtype, weight_of
+from triage_jax.model.numerics import ATTENTION, MLP, Numerics, fused_weight, source_dtype, weight_of
 from triage_jax.model.params import LayerParams, Params
-from triage_jax.nvfp4 import Operand, quantized_dot
+from triage_jax.nvfp4 import quantized_dot
 
 type Dot = Callable[..., tuple[Array, ...]]
 """`dot(x, *names)`: the products of x with the named weights of a layer"""
@@ -298,15 +298,14 @@ def _dots(layer: LayerParams, numerics: Numerics, key: Array | None = None) -> D
     """The products of one layer; weights that share an input are one product where `numerics` fuse them."""
 
     def dot(x: Array, *names: str) -> tuple[Array, ...]:
-        weights = [weight_of(getattr(layer, name), name, numerics) for name in names]
+        leaves = [getattr(layer, name) for name in names]
         # A key of its own for every product: q, o, gate, down, or each name.
         own = None if key is None else jax.random.fold_in(key, zlib.crc32(names[0].encode()))
         product = partial(quantized_dot, recipe=numerics.recipe, execution=numerics.execution_of(names[0]))
-        if len(names) > 1 and numerics.fused_shards and names[0] in numerics.quantized_names():
-            arrays = [weight for weight in weights if not isinstance(weight, Operand)]
-            if arrays:
-                y = product(x, jnp.concatenate(arrays), key=own)
-                return tuple(jnp.split(y, np.cumsum([len(w) for w in arrays[:-1]]), axis=-1))
+        if (fused := fused_weight(leaves, names[0], numerics)) is not None:
+            y = product(x, fused, key=own)
+            return tuple(jnp.split(y, np.cumsum([len(leaf) for leaf in leaves[:-1]]), axis=-1))
+        weights = [weight_of(leaf, name, numerics) for leaf, name in zip(leaves, names, strict=True)]
         keys = [None if own is None else jax.random.fold_in(own, index) for index in range(len(names))]
         return tuple(product(x, weight, key=k) for weight, k in zip(weights, keys, strict=True))
 

@@ -15,7 +15,7 @@ from triage_jax.model import capacity
 from triage_jax.model.activation import swiglu
 from triage_jax.model.config import ModelConfig
 from triage_jax.model.layout import row_parts
-from triage_jax.model.numerics import Numerics, weight_of
+from triage_jax.model.numerics import Numerics, fused_weight, weight_of
 from triage_jax.model.params import LayerParams
 from triage_jax.nvfp4 import Operand
 from triage_jax.nvfp4.grouped import grouped_dot
@@ -101,12 +101,10 @@ def route(
 
 def _gate_and_up(layout: _Layout, layer: LayerParams, numerics: Numerics) -> tuple[Array, Array]:
     """Both projections of the rows; of one matrix where `numerics` fuse them, as servers have it."""
-    gate, up = (weight_of(getattr(layer, name), name, numerics) for name in ("gate", "up"))
-    quantised = "gate" in numerics.quantized_names()
-    if numerics.fused_shards and quantised and not isinstance(gate, Operand) and not isinstance(up, Operand):
-        both = layout.dot(layout.rows, jnp.concatenate([gate, up], axis=1), "gate")
-        first, second = jnp.split(both, 2, axis=-1)
+    if (fused := fused_weight((layer.gate, layer.up), "gate", numerics)) is not None:
+        first, second = jnp.split(layout.dot(layout.rows, fused, "gate"), 2, axis=-1)
         return first, second
+    gate, up = (weight_of(getattr(layer, name), name, numerics) for name in ("gate", "up"))
     return layout.dot(layout.rows, gate, "gate"), layout.dot(layout.rows, up, "up")
 
 

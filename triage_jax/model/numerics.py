@@ -1,7 +1,7 @@
 """Which products of a model run in which number format: a setting, printed at start, never an environment variable."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -162,6 +162,26 @@ def weight_of(leaf: Array | Operand, name: str, numerics: Numerics) -> Array | O
     if name in numerics.quantized_names() and not numerics.quantize_activations:
         return _straight_through(weight, numerics)
     return weight
+
+
+def fused_weight(
+    leaves: Sequence[Array | Operand], name: str, numerics: Numerics
+) -> Float[Array, "... N K"] | None:
+    """Weights that share an input as one matrix, quantised with one scale; None where each has a product of its own.
+
+    `name` is the first one's. A sampler's operands were quantised together already.
+    """
+    arrays = [leaf for leaf in leaves if not isinstance(leaf, Operand)]
+    if (
+        not numerics.fused_shards
+        or name not in numerics.quantized_names()
+        or len(arrays) < max(2, len(leaves))
+    ):
+        return None
+    dtype = source_dtype(name, numerics)
+    joined = weight_of(jnp.concatenate([leaf.astype(dtype) for leaf in arrays], axis=-2), name, numerics)
+    assert not isinstance(joined, Operand)
+    return joined
 
 
 def _straight_through(weight: Float[Array, "... N K"], numerics: Numerics) -> Float[Array, "... N K"]:
