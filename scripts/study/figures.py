@@ -52,7 +52,7 @@ def reward_panels(
     for axis in axes.flat[len(arms) :]:
         axis.set_visible(False)
     figure.supxlabel("update")
-    figure.supylabel(f"reward, mean of {SMOOTH} updates")
+    figure.supylabel(f"reward, mean of {SMOOTH} updates", fontsize=9)
     return figure
 
 
