@@ -216,7 +216,7 @@ def from_dict[Config](kind: type[Config], data: dict[str, Any], source: str, pre
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{source}: {prefix or 'the whole'}: {error}") from None
+        raise ConfigError(f"{source}: {prefix.rstrip('.') or 'the whole'}: {error}") from None
 
 
 def _from_preset(value: Any, where: str) -> Any:
