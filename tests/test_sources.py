@@ -33,7 +33,10 @@ def test_every_difference_is_one_switch():
         "fused shards",
         "activation global scale",
         "activation arithmetic",
+        "experts' activation scope",
     }
+    dense = {source for source, *_ in differences(learner, sampler, experts=False)}
+    assert found.keys() - dense == {"experts' activation scope"}
     assert found["weight tile"].weight == QuantSpec(tile="16x16", rule="modelopt")
     assert found["activation global scale"].activation == QuantSpec(scope="tensor", rule="flashinfer")
     assert found["fused shards"].fused_shards is False
@@ -81,7 +84,8 @@ def test_one_switch_alone(source, setting, words):
 
 def test_a_recipe_of_the_command_is_read_as_in_a_configuration():
     text = "{preset: te_default, split_k: 4, expert_scopes: {weight: layer}}"
-    expected = replace(PRESETS["te_default"], split_k=4, expert_scopes=ExpertScopes(weight="layer"))
+    scopes = ExpertScopes(weight="layer", activation="expert")
+    expected = replace(PRESETS["te_default"], split_k=4, expert_scopes=scopes)
     assert recipe_of("learner", text) == expected
     assert recipe_of("sampler", "parity") == PRESETS["parity"]
     for wrong, message in (

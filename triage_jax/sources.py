@@ -57,6 +57,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "activation global scale": ("activation.scope", "activation.static_amax", "activation.shards"),
     "activation arithmetic": ("activation.rule", "activation.chain", "activation.scale_floor"),
     "activation 4-over-6": ("activation.four_over_six", "activation.bound"),
+    "code of a NaN": ("weight.nan", "activation.nan"),
     "SwiGLU output rounding": ("hidden_rounding",),
     "router precision": ("router",),
     "expert weighting": ("expert_weighting",),
@@ -68,6 +69,14 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "KV cache": ("kv_cache",),
 }
 """Sources of the gap, and the fields of `Numerics` that only make sense together"""
+OF_EXPERTS = (
+    "router precision",
+    "expert weighting",
+    "experts' weight scope",
+    "experts' activation scope",
+    "experts' capacity",
+)
+"""Sources that a dense model does not have"""
 PADDING = 7
 """More padding columns: models_data.md §5 saw SmolLM2 move by 0.37 nats from as many"""
 
@@ -90,12 +99,16 @@ class Share:
     """Share of pairs of token and expert without room, of all layers and valid tokens; None where there is no limit"""
 
 
-def differences(learner: Numerics, sampler: Numerics) -> Iterator[tuple[str, str, str, Numerics | None]]:
+def differences(
+    learner: Numerics, sampler: Numerics, *, experts: bool = True
+) -> Iterator[tuple[str, str, str, Numerics | None]]:
     """Source, the learner's and the sampler's setting, and the sampler's recipe with that switch of the learner's.
 
-    None for a switch that the sampler's other settings do not allow alone.
+    None for a switch that the sampler's other settings do not allow alone. `experts`: of a mixture, too.
     """
     for source, fields in SWITCHES.items():
+        if source in OF_EXPERTS and not experts:
+            continue
         ours, theirs = (tuple(_get(side, name) for name in fields) for side in (learner, sampler))
         if ours == theirs:
             continue
@@ -166,7 +179,7 @@ def measure(
     (base, lost), (whole, lost_by_learner) = logp(sampler), logp(learner)
     drawn = np.asarray(batch.sampler_logp)[mask]
     rows = []
-    for source, ours, theirs, switched in differences(learner, sampler):
+    for source, ours, theirs, switched in differences(learner, sampler, experts=bool(config.num_experts)):
         if switched is not None:
             scores, overflow = logp(switched)
             rows.append(share(source, ours, theirs, scores, base, overflow))
@@ -320,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(rows, console)
     if warning := overflow_warning(rows):
         console.print(warning, style="yellow", soft_wrap=True)
-    for source, ours, theirs, switched in differences(learner, sampler):
+    for source, ours, theirs, switched in differences(learner, sampler, experts=bool(config.num_experts)):
         if switched is None:
             console.print(f"not alone: {source} ({ours} against {theirs})")
     if options.figure:

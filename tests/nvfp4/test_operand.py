@@ -45,6 +45,16 @@ def test_equals_quantize_then_decode(spec, dtype):
     assert not np.signbit(np.asarray(operand.values)[1, :32]).any()
 
 
+@pytest.mark.parametrize("nan", ["six", "minus_zero"])
+def test_equals_quantize_then_decode_where_a_nan_has_a_code(nan):
+    rng = np.random.default_rng()
+    x = np.where(rng.random((8, 64)) < 0.1, np.nan, rng.standard_normal((8, 64)))
+    x = jnp.asarray(x, jnp.bfloat16)
+    for spec in (QuantSpec(nan=nan), QuantSpec(tile="16x16", rule="modelopt", nan=nan)):
+        assert_same(JITTED(x, spec), from_quantized(quantize_jitted(x, spec)))
+        assert np.isfinite(np.asarray(JITTED(x, spec).values, np.float32)).all()
+
+
 @MODES
 @pytest.mark.parametrize("name", ["outliers", "zeros", "tiny", "huge", "ties", "wide"])
 def test_equals_quantize_then_decode_on_the_recorded_inputs(name, run):

@@ -1,5 +1,7 @@
 """The two-level rule against recorded references and against an independent NumPy quantiser."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -173,6 +175,22 @@ def test_a_nan_spreads_over_its_scope():
     np.testing.assert_array_equal(lost(QuantSpec(scope="static", static_amax=3.0)), block)
     block[:16, 16:32] = True
     np.testing.assert_array_equal(lost(QuantSpec(tile="16x16", scope="static", static_amax=3.0)), block)
+
+
+@MODES
+@pytest.mark.parametrize(
+    "spec", [QuantSpec(), QuantSpec(scope="row"), QuantSpec(rule="modelopt"), QuantSpec(four_over_six="mse")]
+)
+@pytest.mark.parametrize(("nan", "code"), [("six", 7), ("minus_zero", 8)])
+def test_a_nan_with_a_code_of_its_own_leaves_the_others_as_they_were(nan, code, spec, run):
+    rng = np.random.default_rng()
+    x = rng.standard_normal((8, 64)).astype(np.float32)
+    hit = rng.random(x.shape) < 0.1
+    q = run(jnp.asarray(np.where(hit, np.nan, x)), dataclasses.replace(spec, nan=nan))
+    without = run(jnp.asarray(np.where(hit, 0, x)), spec)
+    np.testing.assert_array_equal(q.scales, without.scales)
+    np.testing.assert_array_equal(q.global_scale, without.global_scale)
+    np.testing.assert_array_equal(q.codes, np.where(hit, code, without.codes))
 
 
 @pytest.mark.parametrize("rule", ["te", "modelopt"])

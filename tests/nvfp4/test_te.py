@@ -245,6 +245,7 @@ def test_each_device_scales_its_own_rows_and_the_recipe_must_say_so():
             {"activation": QuantSpec(four_over_six="mae")},
             "activation.four_over_six is 'mae', which would be ignored",
         ),
+        ({"activation": QuantSpec(nan="six")}, "activation.nan is 'six', which would be ignored"),
         ({"weight": QuantSpec(scope="row")}, "weight.scope is 'row'"),
         ({"weight": QuantSpec(rule="modelopt")}, "weight.rule is 'modelopt', accepted 'te'"),
         ({"weight": QuantSpec(chain="decode")}, "weight.chain is 'decode'"),

@@ -2,13 +2,16 @@
 
 from triage_jax.model.numerics import Numerics
 from triage_jax.nvfp4 import QuantSpec
+from triage_jax.nvfp4.spec import ExpertScopes
 
 PRESETS: dict[str, Numerics] = {
     "bf16": Numerics(execution="bf16"),
-    # Transformer Engine's NVFP4BlockScaling: every linear layer, 2-D weights, one scale per tensor, FP4 gradients.
+    # Transformer Engine's NVFP4BlockScaling: every linear layer, 2-D weights, one scale per tensor (each expert is
+    # one), FP4 gradients.
     "te_default": Numerics(
         layers="linear",
         weight=QuantSpec(tile="16x16"),
+        expert_scopes=ExpertScopes(activation="expert"),
         backward="nvfp4",
         stochastic_rounding=True,
         hadamard=True,

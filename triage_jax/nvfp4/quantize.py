@@ -3,12 +3,13 @@
 from typing import no_type_check
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, UInt8
 
-from triage_jax.nvfp4.formats import e2m1_decode, e2m1_encode, e2m1_round, e4m3_decode, e4m3_encode
+from triage_jax.nvfp4.formats import E2M1_MAX, e2m1_decode, e2m1_encode, e2m1_round, e4m3_decode, e4m3_encode
 from triage_jax.nvfp4.four_over_six import best_scale
 from triage_jax.nvfp4.scales import (
     ScopeAmax,
@@ -23,6 +24,8 @@ from triage_jax.nvfp4.scales import (
 )
 from triage_jax.nvfp4.spec import QuantSpec
 from triage_jax.nvfp4.stochastic import e2m1_round_stochastic
+
+_CODE_OF_NAN = {"six": E2M1_MAX, "minus_zero": -0.0}
 
 
 @no_type_check  # the same tree also carries shardings, shapes and masks
@@ -55,6 +58,8 @@ def block_scales(
     x: Float[Array, "... K"], spec: QuantSpec, scope_amax: ScopeAmax | None = None
 ) -> BlockScales:
     """Scales of every 1×16 block of x by the arithmetic that `rules` defines; see `global_scales` for `scope_amax`."""
+    if spec.nan != "spread":
+        x = jnp.where(jnp.isnan(x), 0, x)
     # Without the barrier XLA would reduce x a second time for the scope's maximum.
     magnitude = lax.optimization_barrier(block_amax(x, spec))
     scope, amax, arithmetic = global_scales(magnitude, spec, scope_amax), as_float(magnitude), spec.arithmetic
@@ -72,7 +77,8 @@ def block_scales(
 def scaled(x: Float[Array, "... K"], scales: BlockScales, spec: QuantSpec) -> Float32[Array, "... K"]:
     """What E2M1 rounds."""
     x, encode = x.astype(jnp.float32), spread(scales.encode)
-    return divide(x, encode) if spec.arithmetic.divides else x * encode
+    y = divide(x, encode) if spec.arithmetic.divides else x * encode
+    return y if spec.nan == "spread" else jnp.where(jnp.isnan(x), np.float32(_CODE_OF_NAN[spec.nan]), y)
 
 
 def rounded(
@@ -96,8 +102,9 @@ def quantize(
     `scope_amax` replaces the scope's largest magnitudes (`scales.global_scales`), `keep_encode` keeps S.
 
     Subnormal numbers count as zeros on a CPU. A NaN makes NaN what shares a scale with it: its whole scope,
-    or its block or tile if the scope is static. An infinity leaves nothing finite in its scope; a static one
-    saturates it. Raises ValueError unless K is a multiple of 16, and where shards do not divide the rows.
+    or its block or tile if the scope is static; unless `spec.nan` gives it a code of its own. An infinity leaves
+    nothing finite in its scope; a static one saturates it. Raises ValueError unless K is a multiple of 16, and where
+    shards do not divide the rows.
     """
     x = lax.stop_gradient(x)
     scales = block_scales(x, spec, scope_amax)

@@ -11,6 +11,7 @@ Tile = Literal["1x16", "16x16"]
 Scope = Literal["tensor", "row", "static", "shard"]
 FourOverSix = Literal["mae", "mse"]
 Bound = Literal[448, 256]
+NaN = Literal["spread", "six", "minus_zero"]
 Backward = Literal["bf16", "dequantized", "nvfp4"]
 GlobalProduct = Literal["decode", "encode"]
 Sharing = Literal["expert", "layer"]
@@ -34,6 +35,8 @@ class QuantSpec:
     chain, scale_floor: one choice of the rule's made otherwise; None leaves it.
     four_over_six: scale each block to a largest code of 6 or 4, whichever errs less ("mae": Σ|x̂ − x|, "mse":
         Σ(x̂ − x)²); `bound` is then the largest block scale of the sixes, 256 leaving the fours room.
+    nan: what becomes of a NaN: "spread", it makes NaN all that shares a scale with it; else no maximum sees it, and its
+        own code is "six", +6 as the hardware's conversion gives, or "minus_zero", −0 as ml_dtypes' gives.
     Raises ValueError on an unknown name, on a scope of rows with "16x16", on `static_amax` or `shards` missing or
     misplaced, on a `static_amax` not finite or not positive, on 4-over-6 with a rule not of Transformer Engine's
     arithmetic or with another choice of the rule's, and on a `bound` without it.
@@ -48,9 +51,11 @@ class QuantSpec:
     scale_floor: ScaleFloor | None = None
     four_over_six: FourOverSix | None = None
     bound: Bound = 448
+    nan: NaN = "spread"
 
     def __post_init__(self) -> None:
-        for field, accepted in (("tile", Tile), ("scope", Scope), ("rule", Rule), ("bound", Bound)):
+        names = (("tile", Tile), ("scope", Scope), ("rule", Rule), ("bound", Bound), ("nan", NaN))
+        for field, accepted in names:
             _check_name(field, getattr(self, field), accepted)
         for field, accepted in (
             ("chain", Chain),

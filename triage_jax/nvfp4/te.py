@@ -81,6 +81,8 @@ def check_recipe(recipe: DotRecipe) -> None:
         for field in ("chain", "scale_floor", "four_over_six"):
             if (value := getattr(spec, field)) is not None:
                 raise ValueError(f"{where}.{field} is {value!r}, which would be ignored; {ELSEWHERE}")
+        if spec.nan != "spread":
+            raise ValueError(f"{where}.nan is {spec.nan!r}, which would be ignored; {ELSEWHERE}")
         if spec.tile == "16x16" and name != "weight":
             raise ValueError(
                 f"{where}.tile is '16x16', accepted '1x16': only weights have tiles; {ELSEWHERE}"
