@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,17 @@ MODELS = {
 
 
 def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    arguments = parse(sys.argv[1:])
+    report = measure(arguments)
+    show(report)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    if report["bytes_per_device"]["total"] > report["device_bytes"]:
+        sys.exit(f"does not fit: {report['device_bytes'] / 2**30:.1f} GiB on a device")
+
+
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,15 +88,7 @@ def main() -> None:
         "--capacity", type=float, help="numerics.learner.expert_capacity, in place of the configuration's"
     )
     parser.add_argument("--json", type=Path, help="also write the result here")
-    arguments = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-
-    report = measure(arguments)
-    show(report)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    if report["bytes_per_device"]["total"] > report["device_bytes"]:
-        sys.exit(f"does not fit: {report['device_bytes'] / 2**30:.1f} GiB on a device")
+    return parser.parse_args(command_line)
 
 
 def measure(arguments: argparse.Namespace) -> dict:

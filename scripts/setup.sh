@@ -10,24 +10,7 @@ if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; the
     exit 0
 fi
 
-usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; }
-
-find_python() {
-    local minor candidate version
-    for minor in 3.12 3.13; do
-        candidate=$(command -v "python$minor" || true)
-        if [ -n "$candidate" ] && usable "$candidate"; then echo "$candidate"; return; fi
-        if command -v pyenv >/dev/null; then
-            version=$(pyenv versions --bare | grep -E "^${minor//./\\.}\." | tail -n 1 || true)
-            candidate="$(pyenv root)/versions/$version/bin/python"
-            if [ -n "$version" ] && usable "$candidate"; then echo "$candidate"; return; fi
-        fi
-    done
-    candidate=$(command -v python3 || true)
-    if [ -n "$candidate" ] && usable "$candidate"; then echo "$candidate"; fi
-}
-
-python=$(find_python)
+python=$(bash scripts/find_python.sh 3.12 3.13)
 rm -rf .venv
 if [ -n "$python" ]; then
     echo "setup: $("$python" --version), installing into .venv" >&2

@@ -17,22 +17,7 @@ if [ "$(uname -sm)" != "Linux x86_64" ]; then
     exit 1
 fi
 
-usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; }
-
-find_python() {
-    local candidate version
-    candidate=$(command -v python3.11 || true)
-    if [ -n "$candidate" ] && usable "$candidate"; then echo "$candidate"; return; fi
-    if command -v pyenv >/dev/null; then
-        version=$(pyenv versions --bare | grep -E '^3\.11\.' | tail -n 1 || true)
-        candidate="$(pyenv root)/versions/$version/bin/python"
-        if [ -n "$version" ] && usable "$candidate"; then echo "$candidate"; return; fi
-    fi
-    candidate=$(command -v python3 || true)
-    if [ -n "$candidate" ] && usable "$candidate"; then echo "$candidate"; fi
-}
-
-python=$(find_python)
+python=$(bash scripts/find_python.sh 3.11)
 rm -rf .venv-sglang
 if [ -n "$python" ]; then
     say "1/4 $("$python" --version), environment in .venv-sglang"

@@ -9,10 +9,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scripts.aot_memory import MODELS, measure, parse, show
 from tests.tiny import tiny_config
 from triage_jax import aot
 from triage_jax.learner import Learner, LearnerConfig, MeshConfig
 from triage_jax.model import Numerics
+from triage_jax.model.params import abstract_params
 from triage_jax.nvfp4 import DotRecipe, QuantSpec, quantize, quantized_dot
 from triage_jax.nvfp4.native import block_scaled_product
 
@@ -173,6 +175,23 @@ def test_experts_of_an_update_over_eight_gpus(backward, products):
     compiled = compiled_update(learner(numerics, **EXPERTS))
     assert aot.custom_calls(compiled)[FP4] == products
     assert set(aot.collectives(compiled)) <= COLLECTIVES
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b"])
+def test_an_update_of_a_whole_model_fits_eight_b300s(name, capsys):
+    """No weights, no device: what the compiled program says that each GPU needs."""
+    config = f"configs/{name.replace('-', '_')}_nvfp4.yaml"
+    report = measure(parse([config, "--model", name, "--target", "b300"]))
+    with capsys.disabled():
+        show(report)
+    assert report["target"].startswith("8 x ")
+    assert FP4 in report["library_calls"]
+    parts = report["bytes_per_device"]
+    # At least its eighth of master weights and two moments, in float32.
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(MODELS[name], jnp.float32)))
+    assert 12 * parameters / 8 < parts["total"] < report["device_bytes"]
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

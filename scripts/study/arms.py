@@ -9,8 +9,10 @@ from typing import Any, Literal
 from triage_jax.config import TrainConfig, from_dict, laid_over, load_yaml
 from triage_jax.run import resolve_model
 
-REGIMES = ("learning", "falling")
-"""Where BF16 learns, and where NVFP4 falls as well; the file of each is `regime_path`"""
+REGIMES = ("falling", "learning")
+"""Where BF16 learns and NVFP4 falls, and a lower rate where both learn; the file of each is `regime_path`"""
+AT_A_LOWER_RATE = ("bf16", "naive", "tis", "triage")
+"""Arms of `learning`"""
 type Tree = dict[str, Any]
 Group = Literal["ablation", "rivals", "sources", "variants"]
 
@@ -93,9 +95,14 @@ _ARMS = (
     _variant("triage_segment16", "TRIAGE, segments of 16", gate={"segment": 16}, repair={"segment": 16}),
     _variant("triage_segment64", "TRIAGE, whole responses", gate={"segment": 64}, repair={"segment": 128}),
     _variant(
-        "triage_scaled",
-        "TRIAGE, thresholds of the other regime",
-        gate={"mean_mild": -0.1, "mean_severe": -0.4, "deep": -1.5},
+        "triage_deeper",
+        "TRIAGE, thresholds twice as deep",
+        gate={"mean_mild": -0.2, "mean_severe": -0.8, "deep": -3.0},
+    ),
+    _variant(
+        "triage_published",
+        "TRIAGE, the published thresholds",
+        gate={"mean_mild": -0.5, "mean_severe": -1.5, "deep": -6.0},
     ),
 )
 
@@ -104,8 +111,8 @@ ARMS: dict[str, Arm] = {arm.name: arm for arm in _ARMS}
 
 
 def belongs(arm: Arm, regime: str) -> bool:
-    """Whether a regime asks for an arm: sources and variants where NVFP4 falls only."""
-    return regime == "falling" or arm.group in ("ablation", "rivals")
+    """Whether a regime asks for an arm: all of them where NVFP4 falls, a few at the lower rate."""
+    return regime == "falling" or arm.name in AT_A_LOWER_RATE
 
 
 def regime_path(regime: str) -> Path:

@@ -1,7 +1,9 @@
 """The queue of trials: `python -m scripts.study.run --arms bf16 naive triage --seeds 0 1`.
 
 Skips what `--results` holds already and goes on with what was interrupted, so that the same command may be given again
-at any time. One seed of every arm comes before the next seed.
+at any time. One seed of every arm comes before the next seed. Several queues may run at once, each on a core of its own
+(`--core 0`, `--core 1`): none takes a trial that another one is at, and two small trials side by side are faster than
+one after the other on both cores.
 """
 
 import fcntl
@@ -36,7 +38,9 @@ class Queue:
     results: Path = Path("docs/study/results")
     """Records of finished trials, versioned"""
     runs: Path = Path("runs/study")
-    """Runs, the compilation cache and the queue's pid file"""
+    """Runs, the compilation cache and the pid file of each trial that is running"""
+    core: int | None = None
+    """The CPU core to stay on; all of them where it is not given"""
 
 
 class Trial(NamedTuple):
@@ -78,18 +82,23 @@ def missing_trials(queue: Queue) -> list[Trial]:
 
 
 @contextmanager
-def alone(runs: Path) -> Iterator[None]:
-    """One queue at a time, its process id in `runs/queue.pid`. Raises ConfigError if another one runs."""
-    path = runs / "queue.pid"
+def taken(runs: Path, trial: Trial) -> Iterator[bool]:
+    """Whether the trial is this queue's until the end; its process id is in `REGIME/ARM-SEED.pid` while it is."""
+    path = runs / trial.regime / f"{trial.arm}-{trial.seed}.pid"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"{path}: another queue is running; accepted: one at a time") from None
+            yield False
+            return
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-        yield
+        try:
+            yield True
+        finally:
+            file.truncate(0)
 
 
 def run_queue(queue: Queue, console: Console) -> None:
@@ -99,8 +108,10 @@ def run_queue(queue: Queue, console: Console) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str((queue.runs / "cache").resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    with alone(queue.runs):
-        for number, trial in enumerate(missing, start=1):
+    for number, trial in enumerate(missing, start=1):
+        with taken(queue.runs, trial) as ours:
+            if not ours or is_done(queue.results, trial):
+                continue
             record = run_trial(
                 ARMS[trial.arm],
                 trial.seed,
@@ -108,7 +119,15 @@ def run_queue(queue: Queue, console: Console) -> None:
                 runs=queue.runs / trial.regime,
                 results=queue.results / trial.regime,
             )
-            console.print(f"{number}/{len(missing)} {_line(record)}", markup=False, soft_wrap=True)
+        console.print(f"{number}/{len(missing)} {_line(record)}", markup=False, soft_wrap=True)
+
+
+def stay_on(core: int) -> None:
+    """Bind this process to a core, before JAX makes its threads. Raises ConfigError for one that is not there."""
+    cores = sorted(os.sched_getaffinity(0))
+    if core not in cores:
+        raise ConfigError(f"--core {core}: not one of this machine's; accepted: {', '.join(map(str, cores))}")
+    os.sched_setaffinity(0, {core})
 
 
 def _line(record: Record) -> str:
@@ -123,6 +142,8 @@ def _line(record: Record) -> str:
 def main() -> int:
     queue = tyro.cli(Queue, description=__doc__)
     try:
+        if queue.core is not None:
+            stay_on(queue.core)
         run_queue(queue, Console())
     except Interrupted as stop:
         print(f"{stop}; the same command goes on")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from scripts.study.arms import REGIMES, Arm, Group
+from scripts.study.arms import REGIMES, Arm, Group, belongs
 from scripts.study.records import Records, of_arm
 from scripts.study.statistics import Signs, interval, last_mean, signs, window_means
 from scripts.study.trial import Record
@@ -60,7 +60,7 @@ def render(block: Block, records: Records) -> str:
     """The table of a block; an arm without a finished trial has a line that says so, never a number."""
     if block == SIGNS:
         return render_signs(records)
-    arms = [arm for arm in records.arms if arm.group in block.groups]
+    arms = [arm for arm in records.arms if arm.group in block.groups and belongs(arm, block.regime)]
     lines = [_line(arm, of_arm(records, block.regime, arm.name)) for arm in arms]
     return "\n".join([HEADER, RULE, *lines])
 

@@ -1,13 +1,14 @@
 """The queue and one very small trial through the real trainer."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
 from scripts.study.arms import ARMS, fingerprint, regime_path
-from scripts.study.run import Queue, alone, missing_trials
+from scripts.study.run import Queue, Trial, missing_trials, stay_on, taken
 from scripts.study.trial import FORMAT, WINDOW, run_trial
 from triage_jax.config import ConfigError, laid_over, load_yaml
 
@@ -64,9 +65,22 @@ def test_queue_refuses_an_unknown_name(tmp_path, field):
         missing_trials(Queue(results=tmp_path, **{field: ("nvfp5",)}))
 
 
-def test_two_queues_do_not_run_at_once(tmp_path):
-    with alone(tmp_path), pytest.raises(ConfigError, match="another queue is running"), alone(tmp_path):
-        pass
+def test_two_queues_do_not_take_the_same_trial(tmp_path):
+    one, other = Trial("falling", "naive", 0), Trial("falling", "naive", 1)
+    pid = tmp_path / "falling" / "naive-0.pid"
+    with taken(tmp_path, one) as first:
+        assert pid.read_text() == f"{os.getpid()}\n"
+        with taken(tmp_path, one) as second, taken(tmp_path, other) as third:
+            assert (first, second, third) == (True, False, True)
+        assert pid.read_text() == f"{os.getpid()}\n"
+    assert pid.read_text() == ""
+    with taken(tmp_path, one) as again:
+        assert again
+
+
+def test_a_core_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="--core 4096: not one of this machine's; accepted: "):
+        stay_on(4096)
 
 
 def test_fingerprint_is_of_arm_and_base(tmp_path):
