@@ -1,11 +1,13 @@
 """The in-process engine: log-probabilities, stops, seeds, buckets, refit, refusals."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.tiny import tiny_config, tiny_params
 from triage_jax.model import Numerics, forward, head_of, token_logprobs
@@ -110,6 +112,34 @@ def test_a_sample_depends_on_its_own_seed_and_not_on_its_neighbours():
     request = requests[0]
     other_seed = Request(uid="x", prompt_ids=request.prompt_ids, seed=request.seed + 1)
     assert not np.array_equal(engine.generate([other_seed], SAMPLING)[0].token_ids, together[0].token_ids)
+
+
+@pytest.mark.parametrize("execution", ["bf16", "emulated"])
+def test_batches_at_once_give_the_bits_of_batches_in_turn(execution):
+    seen, requests = [], _requests(21, seed=int(np.random.default_rng().integers(2**31)))
+    settings = LocalEngineConfig(batch_size=4, prompt_bucket=8, parallel_batches=3)
+    at_once = LocalEngine(CONFIG, NUMERICS[execution], settings)
+    at_once.update_weights(PARAMS, 0)
+    in_turn = LocalEngine(CONFIG, NUMERICS[execution], replace(settings, parallel_batches=1))
+    in_turn.update_weights(PARAMS, 0)
+    samples = at_once.generate(requests, SAMPLING, lambda *counts: seen.append(counts))
+    for one, other in zip(samples, in_turn.generate(requests, SAMPLING), strict=True):
+        assert one.uid == other.uid
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    assert [count for count, _ in seen] == [4, 8, 12, 16, 20, 21]
+
+
+def test_batches_at_once_are_refused_for_weights_on_several_devices():
+    engine = LocalEngine(CONFIG, NUMERICS["bf16"], LocalEngineConfig(parallel_batches=2))
+    everywhere = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec())
+    with pytest.raises(
+        ValueError, match="parallel_batches is 2, and the weights lie on 8 devices; accepted: 1"
+    ):
+        engine.update_weights(jax.device_put(PARAMS, everywhere), 0)
+    engine.update_weights(PARAMS, 0)
+    with pytest.raises(ValueError, match="parallel_batches is 0; accepted: at least 1"):
+        LocalEngineConfig(parallel_batches=0)
 
 
 def test_greedy_is_the_argmax():

@@ -1,8 +1,10 @@
 """The in-process engine: a jitted JAX sampler with a KV cache and serving numerics of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import batched
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +42,12 @@ class LocalEngineConfig:
     """Rows decoded together; more requests run in several batches, fewer are padded up"""
     prompt_bucket: int = 16
     """Prompts are left-padded to a multiple of this many tokens"""
+    parallel_batches: int = 1
+    """Batches decoded at the same time, each by a thread of its own: a small model leaves all but one core of a CPU
+    idle. For weights on one device only"""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "prompt_bucket"):
+        for name in ("batch_size", "prompt_bucket", "parallel_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; accepted: at least 1")
 
@@ -90,6 +95,14 @@ class LocalEngine:
         return self._version
 
     def update_weights(self, params: Params, version: int) -> None:
+        """Raises ValueError where weights on several devices are to be used by several batches at once."""
+        batches = self._settings.parallel_batches
+        devices = max(len(leaf.devices()) for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+        if devices > 1 and batches > 1:
+            # Each program waits for its own collectives, and on the devices of one host they wait for each other.
+            raise ValueError(
+                f"parallel_batches is {batches}, and the weights lie on {devices} devices; accepted: 1"
+            )
         if isinstance(params.layers, tuple):  # read from a quantised checkpoint
             self._weights = served(params, self._numerics)
         else:
@@ -112,9 +125,9 @@ class LocalEngine:
         for request in requests:
             self._check(request, sampling)
         samples: list[Sample] = []
-        size = self._settings.batch_size
-        for start in range(0, len(requests), size):
-            samples += self._run_batch(self._weights, requests[start : start + size], sampling)
+        run = partial(self._run_batch, self._weights, sampling)
+        for drawn in self._mapped(run, batched(requests, self._settings.batch_size)):
+            samples += drawn
             if progress is not None:
                 progress(len(samples), sum(len(sample.token_ids) for sample in samples))
         return samples
@@ -140,8 +153,18 @@ class LocalEngine:
                 f"the model's context holds {limit}"
             )
 
+    def _mapped[T](
+        self, run: Callable[[Sequence[Request]], T], batches: Iterable[Sequence[Request]]
+    ) -> Iterator[T]:
+        """`map` with as many threads as batches may be decoded at once; in the caller's own thread if that is one."""
+        if self._settings.parallel_batches == 1:
+            yield from map(run, batches)
+            return
+        with ThreadPoolExecutor(self._settings.parallel_batches) as pool:
+            yield from pool.map(run, batches)
+
     def _run_batch(
-        self, weights: Params, requests: Sequence[Request], sampling: SamplingParams
+        self, weights: Params, sampling: SamplingParams, requests: Sequence[Request]
     ) -> list[Sample]:
         rows, bucket = self._settings.batch_size, self._settings.prompt_bucket
         width = -(-max(len(request.prompt_ids) for request in requests) // bucket) * bucket
