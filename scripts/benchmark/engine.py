@@ -3,10 +3,11 @@
     python scripts/benchmark/engine.py MODEL --torch-python PYTHON [--batch 64] [--new-tokens 64] [--json FILE]
 
 MODEL is a Hugging Face directory (`scripts/smollm2.py` makes one). PYTHON is the interpreter of an environment with
-torch and transformers (`scripts/peers_env.sh` makes one); the peer runs there as a process of its own, with every thread
-count asked for, and its best setting counts. Ours decodes the batch whole and cut into parts at the same time
-(`LocalEngineConfig.parallel_batches`), and its best counts too. No stop token is honoured on either side, so that each response has exactly `--new-tokens` tokens.
-Our compilation is not timed, nor is the peer's warm-up. Exits 1 when the ratio is below the bound.
+torch and transformers (`scripts/peers_env.sh` makes one); the peer runs there as a process of its own, with every
+thread count asked for, and its best setting counts. Ours decodes the batch whole and cut into parts at the same time
+(`LocalEngineConfig.parallel_batches`), and its best counts too. No stop token is honoured on either side, so that
+each response has exactly `--new-tokens` tokens. Our compilation is not timed, nor is the peer's warm-up. Exits 1 when
+the ratio is below the bound.
 """
 
 import argparse
