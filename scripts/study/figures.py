@@ -108,7 +108,7 @@ def _precursor(axis: Axes, trial: Record, key: str) -> None:
 def write_figures(records: Records, folder: Path) -> list[Path]:
     """All figures as PNG; those without a finished trial are left out."""
     main: tuple[Group, ...] = ("ablation", "rivals")
-    shown = ("bf16", "naive", "tis", "triage")
+    shown = ("bf16", "naive", "tis", "gate", "triage")
     figures: dict[str, Figure] = {}
     for regime in REGIMES:
         figures[f"rewards_{regime}"] = reward_panels(records, regime, main, ("bf16", "naive"))

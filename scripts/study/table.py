@@ -52,7 +52,7 @@ BLOCKS = (
     Block(name="study-variants", regime="falling", groups=("variants",)),
 )
 SIGNS = Block(name="study-signs", regime="falling", groups=())
-SIGNS_OF = ("naive", "tis", "triage")
+SIGNS_OF = ("naive", "tis", "gate", "triage")
 """Arms whose precursors are listed"""
 
 
