@@ -97,7 +97,8 @@ class LocalEngine:
     def update_weights(self, params: Params, version: int) -> None:
         """Raises ValueError where weights on several devices are to be used by several batches at once."""
         batches = self._settings.parallel_batches
-        devices = max(len(leaf.devices()) for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+        arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+        devices = max((len(array.devices()) for array in arrays), default=1)
         if devices > 1 and batches > 1:
             # Each program waits for its own collectives, and on the devices of one host they wait for each other.
             raise ValueError(
