@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib
 
@@ -61,7 +62,7 @@ def _seeds(axis: Axes, arm: Arm, trials: Sequence[Record]) -> None:
         axis.plot(smooth(trial["curves"]["reward"]), color=BLUE, linewidth=1)
         if trial["collapse_step"]:
             axis.axvline(trial["collapse_step"], color=RED, linewidth=0.8, linestyle=":")
-    axis.set_title(f"{arm.title} ({len(trials)})", fontsize=9)
+    axis.set_title(fill(f"{arm.title} ({len(trials)})", 34), fontsize=9)
     axis.set_ylim(0, 1)
 
 
