@@ -52,9 +52,11 @@ def quantize(
     scale_floor=None,
     four_over_six=None,
     bound=448,
+    nan="spread",
     flush=True,
 ) -> Twin:
-    """x finite, at least two axes."""
+    """x finite, so that `nan` says nothing, with at least two axes."""
+    assert nan == "spread" or np.isfinite(x).all()
     f = flush_subnormals if flush else lambda v: np.asarray(v, F32)
     x = f(x)
     a = np.abs(x)
