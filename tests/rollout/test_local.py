@@ -1,5 +1,6 @@
 """The in-process engine: log-probabilities, stops, seeds, buckets, refit, refusals."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.tiny import tiny_config, tiny_params
+from triage_jax.learner import MeshConfig, make_mesh
 from triage_jax.model import Numerics, forward, head_of, token_logprobs
 from triage_jax.nvfp4 import QuantSpec
 from triage_jax.rollout import LocalEngine, LocalEngineConfig, Request, SamplingParams, local
@@ -130,14 +132,19 @@ def test_batches_at_once_give_the_bits_of_batches_in_turn(execution):
     assert [count for count, _ in seen] == [4, 8, 12, 16, 20, 21]
 
 
-def test_batches_at_once_are_refused_for_weights_on_several_devices():
-    engine = LocalEngine(CONFIG, NUMERICS["bf16"], LocalEngineConfig(parallel_batches=2))
-    everywhere = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec())
-    with pytest.raises(
-        ValueError, match="parallel_batches is 2, and the weights lie on 8 devices; accepted: 1"
-    ):
-        engine.update_weights(jax.device_put(PARAMS, everywhere), 0)
-    engine.update_weights(PARAMS, 0)
+def test_batches_are_decoded_in_turn_with_weights_on_several_devices(monkeypatch):
+    pools = []
+    monkeypatch.setattr(
+        local, "ThreadPoolExecutor", lambda count: pools.append(count) or ThreadPoolExecutor(count)
+    )
+    engine = LocalEngine(
+        CONFIG, NUMERICS["bf16"], LocalEngineConfig(batch_size=8, prompt_bucket=8, parallel_batches=2)
+    )
+    everywhere = NamedSharding(make_mesh(MeshConfig(data=8)), PartitionSpec())
+    for params, expected in ((jax.device_put(PARAMS, everywhere), []), (PARAMS, [2])):
+        engine.update_weights(params, 0)
+        assert len(engine.generate(_requests(10), SAMPLING)) == 10
+        assert pools == expected
     with pytest.raises(ValueError, match="parallel_batches is 0; accepted: at least 1"):
         LocalEngineConfig(parallel_batches=0)
 

@@ -44,7 +44,7 @@ class LocalEngineConfig:
     """Prompts are left-padded to a multiple of this many tokens"""
     parallel_batches: int = 1
     """Batches decoded at the same time, each by a thread of its own: a small model leaves all but one core of a CPU
-    idle. For weights on one device only"""
+    idle. One at a time where the weights lie on several devices; the samples are the same"""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "prompt_bucket", "parallel_batches"):
@@ -80,6 +80,7 @@ class LocalEngine:
         self._settings = settings or LocalEngineConfig()
         self._weights: Params | None = None
         self._version = -1
+        self._at_once = 1
 
     @property
     def capabilities(self) -> Capabilities:
@@ -95,15 +96,10 @@ class LocalEngine:
         return self._version
 
     def update_weights(self, params: Params, version: int) -> None:
-        """Raises ValueError where weights on several devices are to be used by several batches at once."""
-        batches = self._settings.parallel_batches
         arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
         devices = max((len(array.devices()) for array in arrays), default=1)
-        if devices > 1 and batches > 1:
-            # Each program waits for its own collectives, and on the devices of one host they wait for each other.
-            raise ValueError(
-                f"parallel_batches is {batches}, and the weights lie on {devices} devices; accepted: 1"
-            )
+        # On the devices of one host two programs with collectives wait for each other for ever.
+        self._at_once = self._settings.parallel_batches if devices == 1 else 1
         if isinstance(params.layers, tuple):  # read from a quantised checkpoint
             self._weights = served(params, self._numerics)
         else:
@@ -158,10 +154,10 @@ class LocalEngine:
         self, run: Callable[[Sequence[Request]], T], batches: Iterable[Sequence[Request]]
     ) -> Iterator[T]:
         """`map` with as many threads as batches may be decoded at once; in the caller's own thread if that is one."""
-        if self._settings.parallel_batches == 1:
+        if self._at_once == 1:
             yield from map(run, batches)
             return
-        with ThreadPoolExecutor(self._settings.parallel_batches) as pool:
+        with ThreadPoolExecutor(self._at_once) as pool:
             yield from pool.map(run, batches)
 
     def _run_batch(
